@@ -119,8 +119,8 @@ class CalibrationEntry(WithSeldom):
         )
 
 
-class Manifest(Strict):
-    """The content of `quantkit.json`."""
+class Manifest(WithSeldom):
+    """The content of `quantkit.json`. `device` computed the weights, where that was not the CPU."""
 
     schema_version: Literal[1] = 1
     recipe: ConvertRecipe
@@ -135,6 +135,7 @@ class Manifest(Strict):
     weight_error: WeightError | None = None
     calibration_sha256: str | None = None
     calibration: CalibrationEntry | None = None
+    device: str | None = None
     notes: Annotated[tuple[Note, ...], Field(max_length=MOST_NOTES)] = ()
     files: Annotated[dict[str, FileEntry], Field(max_length=MOST_FILES)]
 

@@ -29,6 +29,8 @@ from quantkit.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, parse_yam
 M = TypeVar("M", bound=BaseModel)
 
 
+AUTO = "auto"
+DEVICE = "where to compute: auto (the GPU where torch has one), cpu, cuda, cuda:1"
 PLAIN = (int, float, str, NoneType, dict, list, tuple)
 
 
@@ -56,11 +58,11 @@ class Strict(Frozen):
         return value
 
 
-SELDOM = ("adapters", "kept", "passages")
+SELDOM = ("adapters", "kept", "passages", "device")
 
 
 class WithSeldom(Strict):
-    """A record whose adapters, passages, and what is kept, are written only where there are some."""
+    """A record whose adapters, passages, device, and what is kept, are written only where there are some."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -162,10 +164,10 @@ class ConvertRecipe(Variant, WithSeldom):
 class ResourceSpec(Strict):
     """Where a conversion computes, and what it may take there."""
 
-    device: Words = Field("cpu", description="where gptq and awq compute: cpu, cuda, cuda:1")
+    device: Words = Field(AUTO, description=DEVICE)
     offload_gb: Gigabytes | None = Field(
         None,
-        description="activations of more than this go to a file; default: 0.02, on cuda a quarter of its memory",
+        description="activations of more than this go to a file; default: 0.02, on a GPU a quarter of its memory",
     )
     max_memory_gb: Gigabytes | None = Field(None, description="most GB of memory to take; default: what is free")
 
@@ -178,7 +180,7 @@ class EngineSpec(Strict):
     python: Words | None = Field(
         None, description="interpreter of the environment that has the engine; default: this one"
     )
-    device: Words = Field("cpu", description="device: cpu, or cuda where the engine has it")
+    device: Words = Field(AUTO, description=DEVICE)
 
 
 class WalkSpec(Strict):
@@ -261,6 +263,7 @@ class CompareRecipe(Strict):
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")
+    device: Words = Field(AUTO, description=DEVICE)
     out: Words | None = None
 
 
@@ -280,6 +283,7 @@ class SweepRecipe(Strict):
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")
+    device: Words = Field(AUTO, description=DEVICE)
     out: Words | None = None
 
     @field_validator("models", mode="before")
@@ -291,8 +295,9 @@ class SweepRecipe(Strict):
 
 
 class ConvertRun(ConvertRecipe):
-    """A convert recipe as it stands in a file: with the place to write to."""
+    """A convert recipe as it stands in a file: with where to compute, and the place to write to."""
 
+    device: Words = Field(AUTO, description=DEVICE)
     out: Words | None = None
 
 

@@ -56,7 +56,8 @@ def without_progress(text):
 
 
 PROGRESS = re.compile(
-    r"^(?:judged (?:whole|block by block)|.*: (?:done, |ended at \d+%, |\d+% after |perplexity .* ms/token @ )).*\n",
+    r"^(?:device: |judged (?:whole|block by block)|"
+    r".*: (?:done, |ended at \d+%, |\d+% after |perplexity .* ms/token @ )).*\n",
     re.MULTILINE,
 )
 

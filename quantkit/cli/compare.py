@@ -25,7 +25,7 @@ from quantkit.cli.options import (
     writable,
 )
 from quantkit.errors import RecipeError, SweepError
-from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, SweepRecipe, load_recipe
+from quantkit.recipe import DEVICE, CompareRecipe, ConvertRecipe, EvaluationSpec, SweepRecipe, load_recipe
 
 
 def compare(
@@ -40,7 +40,7 @@ def compare(
     ] = None,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
     calibration: CalibrationFields,
-    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision"))],
+    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision", "device"))],
     transpose: TransposeOption = None,
     notes: NotesOption = False,
     json: JsonOption = None,
@@ -71,6 +71,7 @@ def run(
     ] = "local",
     address: Annotated[str, typer.Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
+    device: Annotated[str | None, typer.Option(help=f"{DEVICE}. Default: the recipe's, or auto.")] = None,
     force: ForceOption = False,
     transpose: TransposeOption = None,
     notes: NotesOption = False,
@@ -86,6 +87,8 @@ def run(
     loaded = load_recipe(recipe)
     if folder is not None:
         loaded = loaded.model_copy(update={"out": str(folder)})
+    if device is not None:
+        loaded = loaded.model_copy(update={"device": device})
     if isinstance(loaded, SweepRecipe):
         _sweep(loaded, (executor, address, processes), (transpose, notes), json)
         return
@@ -97,7 +100,8 @@ def run(
         save(json, table.to_json())
         print_table(table, transpose, notes)
         return
-    job = prepare(ConvertRecipe.model_validate(loaded.model_dump(exclude={"out"})))
+    recipe_alone = ConvertRecipe.model_validate(loaded.model_dump(exclude={"out", "device"}))
+    job = prepare(recipe_alone, device=loaded.device)
     with steps() as progress:
         artifact = run_conversion(job, loaded.out, force=force, progress=progress)
     save(json, artifact.manifest.model_dump_json(indent=2))

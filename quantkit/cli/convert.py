@@ -140,6 +140,7 @@ def _print_forecast(trial: DryRun, path: Path | None) -> None:
     import json
 
     from quantkit.report.table import megabytes
+    from quantkit.system.device import memory_of
 
     forecast = trial.forecast
     say(f"{trial.out} would take, on this machine:")
@@ -149,6 +150,8 @@ def _print_forecast(trial: DryRun, path: Path | None) -> None:
         peak = forecast.peak_phase
         parts = f"{megabytes(forecast.process)} for the process, {megabytes(forecast.phases[peak])} for {peak}"
         say(f"  memory: {megabytes(forecast.memory)} at the peak ({parts})")
+        if forecast.on_device:
+            say(f"  {memory_of(trial.device)}: {megabytes(forecast.on_device)} at the peak")
         if forecast.offloaded:
             say(f"  {megabytes(forecast.offloaded)} of activations go to a file")
     say(f"  disk: {megabytes(trial.disk)} at most")

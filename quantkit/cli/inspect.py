@@ -23,7 +23,7 @@ from quantkit.cli.options import (
     say,
 )
 from quantkit.errors import one_line
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse
 
 WIDEST = 200  # characters of a key's value that are shown
 
@@ -133,6 +133,7 @@ def imatrix(
     adapter: AdapterOption = None,
     calibration: CalibrationFields,
     recipe: Annotated[Values, Fields(ConvertRecipe, ("seed", "revision"))],
+    resources: Annotated[Values, Fields(ResourceSpec, ("device",))],
 ) -> None:
     """Measure MODEL's importance matrix and write it as llama.cpp's imatrix file."""
     from quantkit.cli.progress import shown
@@ -140,7 +141,9 @@ def imatrix(
 
     with shown() as progress:
         spec = parse(CalibrationSpec, calibration, "calibration")
-        count = make_imatrix(model, to, calibration=spec, adapters=adapter or (), progress=progress, **recipe)
+        count = make_imatrix(
+            model, to, calibration=spec, adapters=adapter or (), progress=progress, **recipe, **resources
+        )
     say(f"{to}: importance of {count} weights")
 
 

@@ -10,6 +10,8 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
 from quantkit.errors import RecipeError
 from quantkit.progress import Progress
+from quantkit.recipe import AUTO
+from quantkit.system.device import CPU
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +46,7 @@ class LoadedModel(Protocol):
 class LoadSpec:
     """How an engine opens a model: number of threads, longest context in tokens, dtype where it has a choice.
 
-    `device` is one of the engine's. `walk`: with one decoder block's weights in memory at a time, for an engine that
+    `device` is what it computes on. `walk`: with one decoder block's weights in memory at a time, for an engine that
     `walks`; hidden states of more than `offload_bytes` go to a file then, and `progress` is told how far it is.
     """
 
@@ -55,6 +57,13 @@ class LoadSpec:
     walk: bool = False
     offload_bytes: int = 0
     progress: Progress = field(default_factory=Progress)
+
+
+def on_cpu(asked: str) -> str:
+    """Return "cpu"; raises RecipeError for another device."""
+    if asked not in (AUTO, CPU):
+        raise RecipeError("it computes on cpu")
+    return CPU
 
 
 def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None:
@@ -81,8 +90,9 @@ class Holding:
 class Engine:
     """An engine. A format names the engines that take it; `opens` is what a user reads who gives one another format.
 
-    `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
-    dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here;
+    `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype) raises for a
+    dtype that it does not have (None is its own choice). find_device(asked) returns the device that it
+    computes on in this interpreter when the user asks for auto, cpu or cuda:1, or raises RecipeError;
     refuse_model(model, dtype, device) for a model that it would compute wrongly or not at all.
     Process variables that begin with one of `variables` change what it computes. `set_threads` changes the number of
     threads that a loaded model computes on; an engine that cannot do that is started anew for each number.
@@ -100,8 +110,8 @@ class Engine:
     install: str
     opens: str
     load: Callable[[Model, LoadSpec], LoadedModel]
-    devices: tuple[str, ...] = ("cpu",)
-    refuse: Callable[[str | None, str], None] = lambda _dtype, _device: None
+    find_device: Callable[[str], str] = on_cpu
+    refuse: Callable[[str | None], None] = lambda _dtype: None
     refuse_model: Callable[[Model, str | None, str], None] = lambda _model, _dtype, _device: None
     variables: tuple[str, ...] = KERNEL_VARIABLES
     set_threads: Callable[[Any, int], None] | None = None

@@ -178,8 +178,8 @@ class Job:
     method: Method
     format: Format
     options: Any
-    device: str = "cpu"
-    offload_bytes: int = 2 << 30
+    device: str
+    offload_bytes: int
     checked: Checked = field(default_factory=Checked)
     calibration: CalibrationTokens | None = None
 

@@ -22,16 +22,16 @@ from quantkit.formats.source import open_source
 from quantkit.models.architectures.proven import PROVEN
 from quantkit.models.config import ADD_ROWS, refuse_ids, vocabulary_of
 from quantkit.models.source import Source
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
-from quantkit.system.device import refuse_device
+from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, parse
+from quantkit.system.device import CPU, device_memory, find_device
 from quantkit.system.ranks.group import size
 from quantkit.untrusted import shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
 KEPT_SO, LOST = "are kept as they are, unquantized", "are left out"  # what becomes of tensors beside the model
 USELESS = "are left out, as their blocks take what others have and engines join them to layers that are quantized"
-OFFLOAD_GB = 0.02  # of activations that are kept out of files on the processor: a file costs next to nothing there
-OFFLOAD_SHARE = 0.25  # of the device's memory, where that is not the processor's
+OFFLOAD_BYTES = 20_000_000  # of activations that are kept out of files on the CPU: a file costs next to nothing there
+OFFLOAD_SHARE = 0.25  # of a GPU's memory
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def prepare_job(
     adapters: Sequence[str | Path] = (),
     seed: int = 0,
     format: str | None = None,
-    device: str = "cpu",
+    device: str = AUTO,
     offload_gb: float | None = None,
     **options: Any,
 ) -> Job:
@@ -69,23 +69,13 @@ def prepare_job(
         "calibration": parse(CalibrationSpec, calibration or {}, "calibration"),
         "seed": seed,
     }
-    job = prepare(parse(ConvertRecipe, values, "convert"))
-    refuse_device(device)
-    gigabytes = default_offload_gb(device) if offload_gb is None else offload_gb
-    return job.changed(device=device, offload_bytes=int(gigabytes * 1e9))
+    return prepare(parse(ConvertRecipe, values, "convert"), device=device, offload_gb=offload_gb)
 
 
-def default_offload_gb(device: str) -> float:
-    """GB of activations that are kept out of files where the user does not say."""
-    if not device.startswith("cuda"):
-        return OFFLOAD_GB
-    import torch
-
-    return OFFLOAD_SHARE * float(torch.cuda.get_device_properties(device).total_memory) / 1e9
-
-
-def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
-    """Everything that can be refused without reading weights: method, bits, format, options, checkpoint."""
+def prepare(
+    recipe: ConvertRecipe, source: Source | None = None, device: str = AUTO, offload_gb: float | None = None
+) -> Job:
+    """Everything that can be refused without reading weights: method, bits, format, options, device, checkpoint."""
     method = find_method(recipe.method)
     bits = method.parse_bits(recipe.bits)
     kind = find_format_for(method, recipe.format, bits)
@@ -99,7 +89,16 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
             "`quantkit methods` lists the others."
         )
-    return Job(kind.prepared(source), recipe, method, kind, options)
+    # Other methods compute on the CPU alone.
+    device = find_device(device) if method.calibrated(options) or device != AUTO else CPU
+    offload = _offload_bytes(device) if offload_gb is None else int(offload_gb * 1e9)
+    return Job(kind.prepared(source), recipe, method, kind, options, device, offload)
+
+
+def _offload_bytes(device: str) -> int:
+    """Of activations that are kept out of files where the user does not say."""
+    memory = None if device == CPU else device_memory(device)
+    return OFFLOAD_BYTES if memory is None else int(OFFLOAD_SHARE * memory[1])
 
 
 def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
@@ -136,8 +135,6 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         tokens = draw_tokens(job.source.tokenizer(), recipe.calibration, recipe.seed, config)
         job = job.changed(calibration=tokens, checked=replace(job.checked, notes=notes))
         _refuse_many_ranks(*tokens.ids.shape)
-    if job.device != "cpu":
-        return CheckedJob(job, disk_bytes, None)
     job, forecast = fit_memory(job, max_memory)
     if forecast is not None and forecast.offloaded:
         disk_bytes += forecast.offloaded

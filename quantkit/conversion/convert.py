@@ -24,6 +24,7 @@ from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
+from quantkit.system.device import described
 from quantkit.system.files import replace_text, safe_name
 from quantkit.system.ranks.group import from_leader, place, size
 from quantkit.system.temporary import temporary_folder
@@ -42,7 +43,7 @@ def convert(
     seed: int = 0,
     format: str | None = None,
     force: bool = False,
-    device: str = "cpu",
+    device: str = "auto",
     offload_gb: float | None = None,
     max_memory_gb: float | None = None,
     progress: Progress | None = None,
@@ -55,8 +56,8 @@ def convert(
     which are merged into the model in float32 in this order.
     Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
     A conversion that was killed or interrupted goes on from `OUT.partial` when it is asked for again.
-    The maths of calibrated methods runs on `device`; activations of more than `offload_gb` GB go to a file (default:
-    0.02 on the processor, a quarter of its memory on another device).
+    Calibrated methods compute on `device`: auto (the GPU where torch has one), cpu, cuda, cuda:1. Activations of more
+    than `offload_gb` GB go to a file (default: 0.02 on the CPU, a quarter of a GPU's memory).
     What is forecast to take more than `max_memory_gb` GB (default: what is free) is refused.
     """
     given = {"device": device, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
@@ -85,11 +86,14 @@ def run(
 ) -> Artifact:
     """Carry out a prepared job, which is checked first where it is not yet; see `convert`."""
     progress = progress or Progress()
-    recipe = (job.job if isinstance(job, CheckedJob) else job).recipe
-    out = place_of(default_out(recipe) if out is None else out)
+    checked = job.job if isinstance(job, CheckedJob) else job
+    out = place_of(default_out(checked.recipe) if out is None else out)
     refuse_existing(out, force)
-    refuse_own_source(job.job if isinstance(job, CheckedJob) else job, out)
-    checked = (job if isinstance(job, CheckedJob) else check(job, out, max_memory)).job
+    refuse_own_source(checked, out)
+    if checked is job:
+        checked = check(job, out, max_memory).job
+        if checked.calibration is not None:
+            progress.say(f"device: {described(checked.device)}")
     values = fingerprint(checked)
     with staged(out, force, values, progress.say) as folder:
         unfinished = not (folder / MANIFEST).is_file()

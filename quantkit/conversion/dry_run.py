@@ -25,6 +25,7 @@ class DryRun:
     forecast: Forecast | None
     disk: int
     out: Path
+    device: str
     before_seconds: float
     work_seconds: float
 
@@ -35,6 +36,8 @@ class DryRun:
         return {
             "memory_bytes": memory,
             "phases_bytes": phases,
+            "device": self.device,
+            "device_bytes": None if self.forecast is None else self.forecast.on_device,
             "disk_bytes": self.disk,
             "before_seconds": self.before_seconds,
             "work_seconds": self.work_seconds,
@@ -48,7 +51,7 @@ def dry_run(job: Job, out: str | Path | None = None, *, force: bool = False, max
     refuse_own_source(job, out)
     checked = check(job, out, max_memory)
     before, work = _measure(checked.job)
-    return DryRun(checked.forecast, checked.disk_bytes, out, before, work)
+    return DryRun(checked.forecast, checked.disk_bytes, out, job.device, before, work)
 
 
 class _StopTrial(Exception):  # noqa: N818 - a signal, not an error

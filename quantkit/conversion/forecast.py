@@ -8,6 +8,7 @@ a method holds beside a block and its activations is its own to say (`Method.pea
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import psutil
@@ -17,7 +18,8 @@ from quantkit.contracts.method import Job, Shapes
 from quantkit.conversion.prove import PIECE
 from quantkit.errors import ResourceError
 from quantkit.models.source import SLAB_BYTES
-from quantkit.system.memory import GROWTH, available_memory
+from quantkit.system.device import CPU, memory_of
+from quantkit.system.memory import GROWTH, available_memory, free_memory
 from quantkit.system.sizes import told_apart
 
 MB = 1_000_000
@@ -30,12 +32,13 @@ BFLOAT16 = 2
 class Forecast:
     """Bytes: `memory` is the peak resident size of the process, `phases` what each phase adds to `process`.
 
-    `offloaded` goes to a file instead of memory.
+    `offloaded` goes to a file instead of memory. `on_device` is the peak on a device that is not the CPU.
     """
 
     process: int
     phases: dict[str, int]
     offloaded: int
+    on_device: int = 0
 
     @property
     def memory(self) -> int:
@@ -116,14 +119,13 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
     rows = min(shapes.vocabulary, tokens) * (shapes.hidden + shapes.of_text)
     outside = shapes.largest_outside
     retained = peak.work // 2  # freed, but in pieces that the allocator keeps (measured)
+    computing = waiting + block + max(forward, peak.work) + min(forward, peak.work) // 2
+    on_device, in_memory = 0, computing + (GROWTH // 2 if peak.streams else 0)  # freed, but not given back yet
+    if job.device != CPU:
+        on_device, in_memory = computing, shapes.largest_layer * (shapes.item_bytes + BFLOAT16)
     phases = {
         "embedding the text": activations + rows * (2 * shapes.item_bytes + BFLOAT16) if tokens else 0,
-        "a decoder block": activations
-        + waiting
-        + block
-        + max(forward, peak.work)
-        + min(forward, peak.work) // 2
-        + (GROWTH // 2 if peak.streams else 0),  # freed memory that has not gone back yet
+        "a decoder block": activations + in_memory,
         "the largest tensor": outside * (shapes.item_bytes + BFLOAT16) + retained,
         "reading back": max(
             outside * (shapes.item_bytes + BFLOAT16) + shapes.reading_outside,
@@ -139,7 +141,7 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
     if job.method.choice is not None:
         phases |= job.method.choice.memory(job, shapes)
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if peak.streams else LOADED)
-    return Forecast(process, phases, streams - activations + suspended - waiting)
+    return Forecast(process, phases, streams - activations + suspended - waiting, on_device)
 
 
 def fit_memory(job: Job, limit: int | None = None) -> tuple[Job, Forecast | None]:
@@ -153,11 +155,18 @@ def fit_memory(job: Job, limit: int | None = None) -> tuple[Job, Forecast | None
     shapes = shapes_of(job)
     predicted = forecast(job, shapes)
     limit_bytes = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
-    if predicted.memory > limit_bytes:
+    free = sys.maxsize if job.device == CPU else free_memory(job.device)
+    if predicted.memory > limit_bytes or predicted.on_device > free:
         offloading = job.changed(offload_bytes=0)
         other = forecast(offloading, shapes)
-        if other.memory < predicted.memory:
+        if other.memory < predicted.memory or other.on_device < predicted.on_device:
             job, predicted = offloading, other
+    if predicted.on_device > free:
+        needed, limited = told_apart(predicted.on_device, free)
+        raise ResourceError(
+            f"{job.recipe.label} of {job.source.name} would need {needed} of {memory_of(job.device)} for a decoder "
+            f"block, and {limited} are free there. Give fewer or shorter calibration sequences, or --device cpu."
+        )
     if predicted.memory > limit_bytes:
         where = "the limit" if limit is not None else "what this machine has free"
         fix = (

@@ -132,7 +132,7 @@ def import_engine() -> Any:
     return ctranslate2
 
 
-def _refuse(dtype: str | None, _device: str) -> None:
+def _refuse(dtype: str | None) -> None:
     if dtype is not None and dtype not in (supported := import_engine().get_supported_compute_types("cpu")):
         raise UnsupportedError(
             f"CTranslate2 cannot compute in {dtype} on this CPU. It can: {', '.join(sorted(supported))}."

@@ -11,6 +11,8 @@ import numpy as np
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
+from quantkit.recipe import AUTO
+from quantkit.system.device import CPU
 from quantkit.untrusted import told
 
 if TYPE_CHECKING:
@@ -134,11 +136,18 @@ def _library() -> Any:
     return llama_cpp
 
 
-def _refuse(dtype: str | None, device: str) -> None:
+def _refuse(dtype: str | None) -> None:
     if dtype is not None:
         raise RecipeError(f"llama.cpp computes in {LlamaModel.dtype}; leave the dtype {dtype!r} out")
-    if device != "cpu" and not _library().llama_supports_gpu_offload():
-        raise RecipeError(f"this llama-cpp-python is built without {device}; install a build that has it")
+
+
+def _find_device(asked: str) -> str:
+    if asked == CPU:
+        return CPU
+    has_gpu = _library().llama_supports_gpu_offload()
+    if asked not in (AUTO, *(["cuda"] * has_gpu)):
+        raise RecipeError(f"this llama-cpp-python computes on cpu{', cuda' * has_gpu}")
+    return "cuda" if has_gpu else CPU
 
 
 def _load(model: Model, spec: LoadSpec) -> LlamaModel:
@@ -161,7 +170,7 @@ ENGINE = Engine(
     opens="it loads GGUF files only",
     load=_load,
     holds=_holds,
-    devices=("cpu", "cuda"),
+    find_device=_find_device,
     refuse=_refuse,
     process="both",
     variables=("GGML_", *KERNEL_VARIABLES),

@@ -31,7 +31,7 @@ from quantkit.models.skeleton import Skeleton, load, open_skeleton, rows_of, set
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
-from quantkit.system.device import refuse_device
+from quantkit.system.device import find_device
 from quantkit.untrusted import told
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -138,11 +138,6 @@ def _rows(rows: Rows, _name: str, start: int, stop: int) -> torch.Tensor:
     return torch.from_numpy(rows.read(start, stop))
 
 
-def _refuse(dtype: str | None, device: str) -> None:
-    refuse_dtype("reference", dtype, DTYPES)
-    refuse_device(device)
-
-
 def _load(model: Model, spec: LoadSpec) -> LoadedModel:
     with told(f"our own reader cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
         torch.set_num_threads(spec.threads)
@@ -228,8 +223,8 @@ ENGINE = Engine(
     install="Install it with: pip install quantkit",
     opens="it opens every format",
     load=_load,
-    devices=("cpu", "cuda", "cuda:N"),
-    refuse=_refuse,
+    find_device=find_device,
+    refuse=lambda dtype: refuse_dtype("reference", dtype, DTYPES),
     process="forked",
     variables=("ATEN_", *KERNEL_VARIABLES),
     set_threads=TorchModel.set_threads,

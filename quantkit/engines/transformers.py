@@ -22,7 +22,7 @@ from quantkit.formats.bitsandbytes.layers import FOR_CARDS, computed_by_processo
 from quantkit.models.architectures.experts import expert_of
 from quantkit.models.skeleton import load_whole
 from quantkit.models.text_half import is_multimodal
-from quantkit.system.device import refuse_device
+from quantkit.system.device import find_device
 from quantkit.untrusted import read_object, told
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -31,11 +31,6 @@ PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_te
 # Layouts of compressed-tensors whose weights its package dequantizes to bfloat16, whatever the model computes in.
 ONLY_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 MISREAD_EXPERTS = ("int-quantized", "nvfp4-pack-quantized")  # by transformers 5.23 with compressed-tensors 0.20
-
-
-def _refuse(dtype: str | None, device: str) -> None:
-    refuse_dtype("transformers", dtype, DTYPES)
-    refuse_device(device)
 
 
 def _load(model: Model, spec: LoadSpec) -> TorchModel:
@@ -150,8 +145,8 @@ ENGINE = Engine(
     install="Install it with: pip install quantkit",
     opens="it loads source models, bitsandbytes and compressed-tensors artifacts here (GPTQ and AWQ need gptqmodel)",
     load=_load,
-    devices=("cpu", "cuda", "cuda:N"),
-    refuse=_refuse,
+    find_device=find_device,
+    refuse=lambda dtype: refuse_dtype("transformers", dtype, DTYPES),
     refuse_model=_refuse_misread,
     process="forked",
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),

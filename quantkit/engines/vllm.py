@@ -14,7 +14,9 @@ import numpy as np
 
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
-from quantkit.errors import DependencyError, EngineError
+from quantkit.errors import DependencyError, EngineError, RecipeError
+from quantkit.recipe import AUTO
+from quantkit.system.device import CPU
 from quantkit.untrusted import told
 
 if TYPE_CHECKING:
@@ -100,20 +102,22 @@ class VllmModel:
                 self._engine.step()
 
 
-def _load(model: Model, spec: LoadSpec) -> VllmModel:
-    dtype = spec.dtype or "bfloat16"
+def _import() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: its memory is counted, its model can be asked
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     try:
-        from vllm import LLM
-        from vllm.platforms import current_platform
+        import vllm
+        import vllm.platforms
     except ImportError as error:
         raise DependencyError(f"vLLM cannot be imported ({error}). {ENGINE.install}.") from None
-    if (built := "cpu" if current_platform.is_cpu() else "cuda") != spec.device:
-        raise EngineError(f"this vLLM is a build for {built}: give --device {built}")
+    return vllm
+
+
+def _load(model: Model, spec: LoadSpec) -> VllmModel:
+    vllm, dtype = _import(), spec.dtype or "bfloat16"
     with told(f"vLLM cannot load {model.folder}", EngineError):
-        llm = LLM(
+        llm = vllm.LLM(
             model=str(model.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
             max_num_batched_tokens=max(LEAST_BATCH, spec.n_ctx + 1), enable_prefix_caching=False,
             kv_cache_memory_bytes=None if spec.device == "cpu" else CARD_CACHE_BYTES, enforce_eager=True,
@@ -121,6 +125,13 @@ def _load(model: Model, spec: LoadSpec) -> VllmModel:
         )  # fmt: skip
         module, rounded = llm.apply_model(_look)[0]
     return VllmModel(llm.llm_engine, module, dtype, (NOT_COMPILED, *((ROUNDED,) if rounded else ())))
+
+
+def _find_device(asked: str) -> str:
+    built = CPU if _import().platforms.current_platform.is_cpu() else "cuda"
+    if asked not in (AUTO, built):
+        raise RecipeError(f"this vLLM is a build for {built}. Give --device {built}")
+    return built
 
 
 def _look(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
@@ -135,7 +146,7 @@ ENGINE = Engine(
     install="Give the interpreter of an environment that has it with --python (pip install vllm there)",
     opens="it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, compressed-tensors)",
     load=_load,
-    devices=("cpu", "cuda"),
-    refuse=lambda dtype, _device: refuse_dtype("vllm", dtype, DTYPES),
+    find_device=_find_device,
+    refuse=lambda dtype: refuse_dtype("vllm", dtype, DTYPES),
     variables=("VLLM_", *KERNEL_VARIABLES),
 )

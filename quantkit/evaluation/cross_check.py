@@ -18,7 +18,7 @@ import numpy as np
 from quantkit.artifact import Artifact
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError
-from quantkit.evaluation.engine_choice import choose
+from quantkit.evaluation.engine_choice import choose, own_device
 from quantkit.evaluation.evaluate import evaluate_model, open_judged
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
@@ -100,7 +100,8 @@ def cross_check(
     whole = memory.model_copy(update={"walk": None if memory.walk else memory.walk})
     reports, nlls = [], []
     with temporary_folder() as temp:
-        ours = choose(model, EngineSpec(engine=REFERENCE))
+        device = own_device(native_engine.asked_device)
+        ours = choose(model, EngineSpec(engine=REFERENCE, device=device))
         for chosen, limits_of in ((native_engine, whole), (ours, memory)):
             path = temp / f"{chosen.name}.npy"
             reports.append(evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact, path, limits_of))

@@ -7,9 +7,9 @@ its own: quantkit's code runs there on that environment's packages.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.contracts.engine import Engine
 from quantkit.contracts.model import Model
@@ -18,6 +18,8 @@ from quantkit.errors import DependencyError, RecipeError
 from quantkit.evaluation.request import LoadRequest
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.recipe import EngineSpec
+from quantkit.report.records import EngineEntry
+from quantkit.system.device import CPU, described, find_device
 from quantkit.system.interpreter import look
 
 # What quantkit itself imports in a process that judges, and the packages that bring it.
@@ -38,7 +40,8 @@ NOT_ITS_FILES = (
 
 @dataclass(frozen=True)
 class ChosenEngine:
-    """What was chosen. `version` is the one installed for the interpreter `python`.
+    """What was chosen. `version` is the one installed for the interpreter `python`. Where that is another one than
+    ours, `device` is still what the user asked for.
 
     `walk`: it computes block by block, with hidden states of more than `offload_bytes` in a file. `named`: the user
     asked for it.
@@ -49,6 +52,7 @@ class ChosenEngine:
     dtype: str | None
     python: str
     device: str
+    asked_device: str
     walk: bool = False
     offload_bytes: int = 0
     named: bool = False
@@ -58,6 +62,11 @@ class ChosenEngine:
         """The process variables that change what it computes."""
         prefixes = find_engine(self.name).variables
         return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
+
+    def entry(self, loaded: dict[str, Any]) -> EngineEntry:
+        """What a report says of the engine; `loaded` is what the process that has it says."""
+        device = described(loaded["device"])
+        return EngineEntry(**{**loaded, "name": self.name, "version": self.version, "device": device})
 
     def load_request(self, model: Model, threads: int) -> LoadRequest:
         """What a child process is asked, to open a model in it."""
@@ -91,14 +100,29 @@ def choose(model: Model, spec: EngineSpec) -> ChosenEngine:
     engine = find_engine(name)
     if reason := refusal(engine, model):
         raise RecipeError(f"the engine {name} cannot open {model.label}: {reason}")
-    if re.sub(r":\d+$", ":N", spec.device) not in engine.devices:
-        raise RecipeError(f"the engine {name} has no device {spec.device!r}; it has {', '.join(engine.devices)}")
     python = spec.python or sys.executable
     version = require(engine, python)
-    # The device of another interpreter's engine shows when it is loaded.
-    engine.refuse(spec.dtype, spec.device if python == sys.executable else "cpu")
-    engine.refuse_model(model, spec.dtype, spec.device)
-    return ChosenEngine(name, version, spec.dtype, python, spec.device, named=spec.engine is not None)
+    engine.refuse(spec.dtype)
+    # What the engine of another interpreter computes on shows when it is loaded.
+    device = device_of(engine, spec.device) if python == sys.executable else spec.device
+    engine.refuse_model(model, spec.dtype, device)
+    return ChosenEngine(name, version, spec.dtype, python, device, spec.device, named=spec.engine is not None)
+
+
+def device_of(engine: Engine, asked: str) -> str:
+    """The device that an engine computes on in this interpreter; raises RecipeError for one that it does not have."""
+    try:
+        return engine.find_device(asked)
+    except RecipeError as error:
+        raise RecipeError(f"--device {asked} for the engine {engine.name}: {error}") from None
+
+
+def own_device(asked: str) -> str:
+    """The device that quantkit computes on in torch when the user asks for `asked`: the CPU where torch lacks that."""
+    try:
+        return find_device(asked)
+    except RecipeError:
+        return CPU
 
 
 def require(engine: Engine, python: str = sys.executable) -> str:

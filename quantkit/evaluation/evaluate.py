@@ -34,12 +34,12 @@ from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
 from quantkit.report.records import (
     BaselineEntry,
-    EngineEntry,
     Hardware,
     Report,
     TextEntry,
     this_machine,
 )
+from quantkit.system.device import described
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
@@ -59,7 +59,7 @@ def evaluate(
     engine: str | None = None,
     dtype: str | None = None,
     python: str | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
     source: str | Path | None = None,
@@ -73,9 +73,9 @@ def evaluate(
 
     `text` is a file, or None for WikiText-2 / the bundled sample; `limit` a number of windows; `threads` the thread
     counts of the speed probe. The engine is the one that users would run unless `engine` names another; `python` is
-    the interpreter that has it, where that is not this one, and `device` what it computes on (cpu, cuda). `source` is
-    the model that an artifact was made from, where the manifest does not say enough to find it: divergences are
-    measured from it, unless `divergence` is False. `adapters` are folders of LoRA adapters that are merged into the
+    the interpreter that has it, where that is not this one, and `device` what it computes on (auto, cpu, cuda:1).
+    `source` is the model that an artifact was made from, where the manifest does not say enough to find it: divergences
+    are measured from it, unless `divergence` is False. `adapters` are folders of LoRA adapters that are merged into the
     model that is judged, or into the one that an artifact was made from.
     `walk` has the model computed block by block by our own reader, with one decoder block's weights in memory; None
     does so where the whole model does not fit into `max_memory_gb` (default: what is free), False never. Hidden states
@@ -97,7 +97,9 @@ def evaluate(
     by = parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
     limits = {"walk": walk, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
     memory = parse(WalkSpec, limits, "evaluation")
-    return evaluate_model(model, spec, loaded, choose(model, by), progress or Progress(), exact, memory=memory)
+    judgement, progress = prepare(model, spec, loaded, choose(model, by), exact, memory), progress or Progress()
+    progress.say(f"device: {described(judgement.engine.device)}")
+    return measure(judgement, progress)
 
 
 def open_judged(
@@ -264,8 +266,13 @@ def evaluate_model(
 
     `source` is the artifact's, where it is at hand. All judged positions (`_scores.RECORD`) go to the file `save`.
     """
-    judgement = prepare(model, spec, text, engine, source, memory)
-    spec, judged, baseline, engine = judgement.spec, judgement.judged, judgement.baseline, judgement.engine
+    return measure(prepare(model, spec, text, engine, source, memory), progress, save)
+
+
+def measure(judgement: Judgement, progress: Progress, save: Path | None = None) -> Report:
+    """Measure what was prepared; see `evaluate_model`."""
+    model, spec, text, engine = judgement.model, judgement.spec, judgement.text, judgement.engine
+    judged, baseline = judgement.judged, judgement.baseline
     entry = None
     results: list[ChildResult] = []
     with temporary_folder() as temp:
@@ -300,7 +307,7 @@ def evaluate_model(
         model=model.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
         windows=judged.about,
-        engine=EngineEntry(name=engine.name, version=engine.version, **results[0].loaded),
+        engine=engine.entry(results[0].loaded),
         hardware=this_machine(),
         settings=spec,
         measurements=tuple(measurement for result in results for measurement in result.measurements),
@@ -366,6 +373,6 @@ def _baseline_request(judgement: Judgement, name: BaselineName, windows: Windows
     need = settled.baseline
     load = LoadRequest(
         model=name.model, revision=name.revision, adapters=name.adapters, engine=need.engine, threads=threads,
-        dtype=FLOAT32, walk=need.walk, offload_bytes=settled.offload_bytes,
+        dtype=FLOAT32, device=need.device, walk=need.walk, offload_bytes=settled.offload_bytes,
     )  # fmt: skip
     return BaselineRequest(load=load, windows=windows, key=name.key)

@@ -17,6 +17,7 @@ from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, Strict, parse
 from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine
+from quantkit.system.device import described
 from quantkit.system.interpreter import look
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
@@ -49,7 +50,7 @@ def evaluate_tasks(
     engine: str | None = None,
     dtype: str | None = None,
     python: str | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
     progress: Progress | None = None,
@@ -84,11 +85,13 @@ def evaluate_tasks(
     if model.artifact is not None:
         refuse_untrue(model.artifact)
     request = TasksRequest(load=chosen.load_request(model, usable_cores()), tasks=spec)
+    progress = progress or Progress()
+    progress.say(f"device: {described(chosen.device)}")
     with temporary_folder() as temp:
-        result = run_child(request, temp, progress or Progress())
+        result = run_child(request, temp, progress)
     return TaskReport(
         model=model.entry(),
-        engine=EngineEntry(name=chosen.name, version=chosen.version, **result.loaded),
+        engine=chosen.entry(result.loaded),
         hardware=this_machine(),
         settings=spec,
         **result.tasks,

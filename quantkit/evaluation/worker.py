@@ -49,11 +49,12 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         n_ctx = _longest(request, model, cut)
     progress = Progress(lambda step: send({"step": asdict(step)}))
     engine = find_engine(load.engine)
-    spec = LoadSpec(load.threads, n_ctx, load.dtype, load.device, load.walk, load.offload_bytes, progress)
+    device = engine.find_device(load.device)
+    spec = LoadSpec(load.threads, n_ctx, load.dtype, device, load.walk, load.offload_bytes, progress)
     loaded = engine.load(model, spec)
     loading_peak = peak_rss_bytes()
     restart_peak()
-    send({"loaded": {"dtype": loaded.dtype, "device": load.device, "notes": loaded.notes}})
+    send({"loaded": {"dtype": loaded.dtype, "device": device, "notes": loaded.notes}})
     if isinstance(request, TasksRequest):
         send({"tasks": harness.run(loaded, model, request.tasks, progress)})
         return

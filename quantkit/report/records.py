@@ -75,6 +75,11 @@ class EngineEntry(Strict):
     device: str = "cpu"
     notes: tuple[str, ...] = ()
 
+    @property
+    def where(self) -> str:
+        """The engine's name, and what it computed on where that was not the CPU."""
+        return self.name if self.device == "cpu" else f"{self.name}, {self.device.split()[0]}"
+
 
 class BaselineEntry(Strict):
     """The source as it was computed for divergences, and two floors under each of them.

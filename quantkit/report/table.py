@@ -49,7 +49,6 @@ COMPARED: dict[str, Callable[[Report], object]] = {
     "text": lambda r: r.text.sha256,
     "tokens": lambda r: r.windows.tokens_sha256,
     "hardware": lambda r: r.hardware.cpu,
-    "device": lambda r: r.engine.device,
     "baseline": lambda r: r.baseline.sha256 if r.baseline else None,
 }
 # Settings that the reports share which have figures of such names.
@@ -116,7 +115,7 @@ class Table:
             figures = [report.find(name) for report in self.reports]
             if any(figures):
                 rows.append((title, [show(m) if m else EMPTY for m in figures]))
-        rows.append(("engine", [report.engine.name for report in self.reports]))
+        rows.append(("engine", [report.engine.where for report in self.reports]))
         return rows
 
     def best(self) -> dict[str, int]:
@@ -153,7 +152,7 @@ class Table:
             *self._per_threads("answers: ms between tokens", "answers_itl_ms", _percentiles),
             *self._per_threads("cost per 1,000 tokens", "cost_per_1000_tokens", lambda m: f"{m.value:.3g}"),
             ("peak memory", "peak_rss_bytes", lambda m: megabytes(m.value)),
-            ("peak memory of the card", "device_peak_bytes", lambda m: megabytes(m.value)),
+            ("peak memory of the GPU", "device_peak_bytes", lambda m: megabytes(m.value)),
         ]
 
     def _per_threads(self, title: str, prefix: str, show: Show) -> Iterator[tuple[str, str, Show]]:

@@ -28,7 +28,7 @@ from quantkit.conversion.staging import refuse_existing
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
 from quantkit.evaluation import process
-from quantkit.evaluation.engine_choice import choose, require
+from quantkit.evaluation.engine_choice import ChosenEngine, choose, require
 from quantkit.evaluation.evaluate import Judgement, evaluate_model
 from quantkit.evaluation.evaluate import prepare as prepare_judgement
 from quantkit.evaluation.forecast.memory import ends_of, foresee, holding_of
@@ -40,6 +40,7 @@ from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
+from quantkit.system.device import CPU, described, find_device
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import path_of
 
@@ -77,6 +78,7 @@ def compare(
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
     seed: int = 0,
+    device: str = "auto",
     progress: Progress | None = None,
     row: Callable[[Table], None] | None = None,
 ) -> Table:
@@ -95,6 +97,7 @@ def compare(
         "calibration": parse(CalibrationSpec, calibration or {}, "calibration"),
         "evaluation": parse(EvaluationSpec, evaluation or {}, "evaluation"),
         "seed": seed,
+        "device": device,
         "out": None if out is None else str(out),
     }
     return run(parse(CompareRecipe, values, "compare"), progress, row)
@@ -112,7 +115,9 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     spec = recipe.evaluation
     for job in jobs:
         require(find_engine(job.job.format.engines[0]))
-    judgement = prepare_judgement(Model(None, source), spec, text, choose(Model(None, source), EngineSpec()), source)
+    engine = engine_for(Model(None, source), recipe.device)
+    judgement = prepare_judgement(Model(None, source), spec, text, engine, source)
+    progress.say(f"device: {described(find_device(recipe.device))}")
     for line in _how_judged(judgement, jobs, source):
         progress.say(line)
     reports: list[Report] = []
@@ -130,7 +135,8 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
                 model = Model(artifact_of(checked, folder_of(out, checked.job), progress.within(label)), None)
                 advance(next(costs))
             advance(0, f"evaluating {model.label}", pieces)
-            reports.append(report_of(model, source, spec, text, out, progress.within(model.label)))
+            engine = engine_for(model, recipe.device)
+            reports.append(report_of(model, source, spec, text, engine, out, progress.within(model.label)))
             if model.artifact is not None:
                 write_card(model.artifact, (reports[0], reports[-1]))
             table = Table(tuple(reports))
@@ -226,6 +232,7 @@ def checked_jobs(recipe: CompareRecipe, source: Source, out: Path, max_memory: i
                 seed=recipe.seed,
             ),
             source,
+            recipe.device,
         )
         for variant in recipe.variants
     ]
@@ -279,11 +286,21 @@ def _same_side_files(job: Job, files: Mapping[str, FileEntry]) -> bool:
     return all(name in files and files[name].sha256 == digest for name, digest in hashes.items())
 
 
+def engine_for(model: Model, device: str) -> ChosenEngine:
+    """The engine that users of the model's format run, on `device` where it computes there, else on the CPU."""
+    try:
+        return choose(model, EngineSpec(device=device))
+    except RecipeError:
+        find_device(device)  # raises for a device that nothing here has
+        return choose(model, EngineSpec(device=CPU))
+
+
 def report_of(
     model: Model,
     source: Source,
     spec: EvaluationSpec,
     text: Text,
+    engine: ChosenEngine,
     out: Path,
     progress: Progress,
     *,
@@ -293,9 +310,9 @@ def report_of(
 
     `anywhere` as in `kept_report`.
     """
-    if kept := kept_report(model, source, spec, text, out, anywhere=anywhere):
+    if kept := kept_report(model, source, spec, text, engine, out, anywhere=anywhere):
         return kept
-    report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
+    report = evaluate_model(model, spec, text, engine, progress, source)
     path = report_path(out, model.label)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, report.model_dump_json(indent=2) + "\n")
@@ -308,14 +325,20 @@ def report_path(out: Path, label: str) -> Path:
 
 
 def kept_report(
-    model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, *, anywhere: bool = False
+    model: Model,
+    source: Source,
+    spec: EvaluationSpec,
+    text: Text,
+    engine: ChosenEngine,
+    out: Path,
+    *,
+    anywhere: bool = False,
 ) -> Report | None:
     """The finished report of a judgement that is the same in everything that decides its figures, if there is one.
 
     `anywhere`: it holds figures of quality alone, so it may be of another machine, whose cache has the baseline.
     """
     path = report_path(out, model.label)
-    engine = choose(model, EngineSpec())
     if path.is_file():
         try:
             report = read_report(path)
@@ -325,6 +348,8 @@ def kept_report(
             judgement = prepare_judgement(model, spec, text, engine, source)
             baseline = judgement.kept_baseline() or (report.baseline if anywhere else None)
             hardware = report.hardware if anywhere else None
+            if anywhere:
+                judgement = replace(judgement, engine=replace(judgement.engine, device=report.engine.device.split()[0]))
             if report.fingerprint == judgement.fingerprint(baseline, hardware):
                 return report
     return None

@@ -13,13 +13,12 @@ from quantkit.contracts.model import Model
 from quantkit.conversion.check import CheckedJob
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import DependencyError, QuantkitError, RecipeError
-from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import Judgement
 from quantkit.evaluation.evaluate import prepare as prepare_judgement
 from quantkit.evaluation.forecast.memory import ends_of, holding_of, need_of_copy
 from quantkit.models.source import Source
-from quantkit.recipe import EngineSpec, SweepRecipe, WalkSpec
-from quantkit.sweep.compare import checked_jobs, folder_of, kept_artifact, kept_report, report_path
+from quantkit.recipe import SweepRecipe, WalkSpec
+from quantkit.sweep.compare import checked_jobs, engine_for, folder_of, kept_artifact, kept_report, report_path
 from quantkit.sweep.state import place_of
 from quantkit.sweep.tasks import Task, open_model
 
@@ -83,8 +82,8 @@ class _OfModel:
             if artifact is None:
                 return None, self._memory_of_copy(task, checked)
             model = Model(artifact, None)
-        spec, anywhere = task.recipe.evaluation, task.of_quality
-        if kept_report(model, self.source, spec, self.text, task.out, anywhere=anywhere) is not None:
+        spec, engine = task.recipe.evaluation, engine_for(model, task.recipe.device)
+        if kept_report(model, self.source, spec, self.text, engine, task.out, anywhere=task.of_quality) is not None:
             return report_path(task.out, model.label), None
         judgement = self._judgement(task, model)
         settled = judgement.settled
@@ -101,7 +100,7 @@ class _OfModel:
 
     def _judgement(self, task: Task, model: Model) -> Judgement:
         if task.variant not in self.judgements:
-            spec, engine = task.recipe.evaluation, choose(model, EngineSpec())
+            spec, engine = task.recipe.evaluation, engine_for(model, task.recipe.device)
             limit = WalkSpec(max_memory_gb=None if self.most_memory is None else self.most_memory / 1e9)
             self.judgements[task.variant] = prepare_judgement(model, spec, self.text, engine, self.source, limit)
         return self.judgements[task.variant]

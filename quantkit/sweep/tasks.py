@@ -74,7 +74,7 @@ def plan(recipe: SweepRecipe, out: Path) -> list[Task]:
         find_probe(name)
     tasks: list[Task] = []
     for model in recipe.models:
-        shared = {key: getattr(recipe, key) for key in ("calibration", "evaluation", "seed")}
+        shared = {key: getattr(recipe, key) for key in ("calibration", "evaluation", "seed", "device")}
         own = {key: getattr(model, key) for key in ("model", "revision", "adapters")}
         name = name_of(model)
         of_none = CompareRecipe(variants=(), out=str(out / "models" / name), **own, **shared)

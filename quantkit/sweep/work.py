@@ -15,7 +15,7 @@ from quantkit.errors import QuantkitError
 from quantkit.progress import Progress
 from quantkit.report.card import write_card
 from quantkit.report.records import read_report
-from quantkit.sweep.compare import artifact_of, checked_jobs, folder_of, report_of, report_path
+from quantkit.sweep.compare import artifact_of, checked_jobs, engine_for, folder_of, report_of, report_path
 from quantkit.sweep.state import LOCK, TASK, State, place_of
 from quantkit.sweep.tasks import Task, open_model, read_task
 from quantkit.system.memory import peak_of_children_bytes, peak_rss_bytes
@@ -52,7 +52,8 @@ def _work(task: Task, progress: Progress) -> str | None:
     if task.kind == "convert":
         return None
     spec, text = recipe.evaluation, load_text(recipe.evaluation.text, "evaluation")
-    report = report_of(model, source, spec, text, out, progress, anywhere=task.of_quality)
+    engine = engine_for(model, recipe.device)
+    report = report_of(model, source, spec, text, engine, out, progress, anywhere=task.of_quality)
     if model.artifact is not None:
         original = read_report(report_path(out, Model(None, source).label))
         write_card(model.artifact, (original, report))

@@ -1,19 +1,77 @@
-"""Where torch computes."""
+"""Which device torch computes on."""
 
 from __future__ import annotations
 
+import sys
+from importlib.metadata import entry_points, version
+
 from quantkit.errors import RecipeError, reason_of
+from quantkit.recipe import AUTO
+
+CPU = "cpu"
+FAILURES = (RuntimeError, AssertionError, NotImplementedError)
 
 
-def refuse_device(device: str) -> None:
-    """Raise RecipeError for a device that torch does not know or that this machine does not have."""
-    if device == "cpu":
-        return
+def find_device(asked: str = AUTO) -> str:
+    """Return torch's name of a device: `asked`, or for "auto" the accelerator where torch has one, else the CPU.
+
+    An accelerator without float64 (Apple's) is not taken for "auto". Raises RecipeError for a device that torch does
+    not have here or that does not compute.
+    """
+    if asked == CPU or (asked == AUTO and not _may_have_accelerator()):
+        return CPU
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = CPU if found is None else found.type
+    name = kind if asked == AUTO else asked
+    known = list(dict.fromkeys([CPU, kind, *(f"{kind}:{n}" for n in range(torch.accelerator.device_count()))]))
+    if name not in known:
+        raise RecipeError(f"torch computes on {', '.join(known)} here, not on {asked!r}")
+    try:
+        ones = torch.ones(2, 2, dtype=torch.float64, device=name)
+        (ones @ ones).sum().item()
+    except TypeError as error:  # no float64
+        if asked == AUTO:
+            return CPU
+        raise _useless(name, error) from None
+    except FAILURES as error:
+        raise _useless(name, error) from None
+    return name
+
+
+def _may_have_accelerator() -> bool:
+    """Whether torch must be asked: its CPU builds compute elsewhere only with a backend that is installed beside it."""
+    return "torch" in sys.modules or not version("torch").endswith("+cpu") or bool(entry_points(group="torch.backends"))
+
+
+def _useless(device: str, error: Exception) -> RecipeError:
+    return RecipeError(f"the device {device} cannot compute: {reason_of(error)}. Give --device cpu.")
+
+
+def described(device: str) -> str:
+    """The device with its product's name, such as ``cuda (NVIDIA H200)``, where torch knows that."""
+    if device == CPU:
+        return CPU
     import torch
 
     try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RecipeError(
-            f"the device {device!r} cannot be used: {reason_of(error)}. Use cpu, or cuda with a torch built for it."
-        ) from None
+        return f"{device} ({torch.get_device_module(device.partition(':')[0]).get_device_name(device)})"
+    except (AttributeError, *FAILURES):
+        return device
+
+
+def memory_of(device: str) -> str:
+    """What the memory of a device is called in messages."""
+    return "memory" if device in (AUTO, CPU) else f"memory on {device}"
+
+
+def device_memory(device: str) -> tuple[int, int] | None:
+    """(free, all) bytes of memory of a device that is not the CPU; None where torch does not know."""
+    import torch
+
+    try:
+        free, total = torch.get_device_module(device.partition(":")[0]).mem_get_info(device)
+    except (AttributeError, *FAILURES):
+        return None
+    return int(free), int(total)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from quantkit.recipe import AUTO
+from quantkit.system.device import CPU, device_memory
 from quantkit.system.ranks.group import place
 
 GROWTH = 48_000_000  # bytes
@@ -69,6 +71,14 @@ def available_memory() -> int:
     return max(available, 0) // place().local_size
 
 
+def free_memory(device: str) -> int:
+    """Bytes that are free on a device; of one that does not tell, more than anything needs."""
+    if device in (AUTO, CPU):
+        return available_memory()
+    memory = device_memory(device)
+    return sys.maxsize if memory is None else memory[0]
+
+
 def peak_of_children_bytes() -> int:
     """Peak resident memory of the largest process that this one has waited for, in bytes."""
     return _told_by_the_system(resource.RUSAGE_CHILDREN)
@@ -98,6 +108,9 @@ def restart_peak() -> None:
 
 
 def device_peak_bytes() -> int:
-    """Most bytes that torch held on the card since the process began; 0 where torch does not compute on one."""
+    """Most bytes that torch held on the GPU since the process began; 0 where torch does not compute on one."""
     torch = sys.modules.get("torch")
-    return int(torch.cuda.max_memory_allocated()) if torch is not None and torch.cuda.is_initialized() else 0
+    if torch is None or not torch.accelerator.is_available():
+        return 0
+    count = getattr(torch.get_device_module(), "max_memory_allocated", int)
+    return int(count())

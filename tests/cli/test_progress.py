@@ -94,7 +94,8 @@ def test_a_comparison_tells_whose_steps_they_are(tiny, tmp_path, monkeypatch):
     assert done.code == 0, done.err
     rows = [line for line in done.err.splitlines() if ": perplexity " in line and " ms/token @ 1 thread" in line]
     assert [row.split(":")[0] for row in rows] == ["bfloat16", "rtn-4"]
-    first, *others = done.err.splitlines()
+    device, first, *others = done.err.splitlines()
+    assert device.startswith("device: "), done.err
     assert first.startswith("judged whole: "), done.err
     assert all(LINE.fullmatch(line) for line in others if line not in rows), done.err
     for part in ("rtn-4: rtn: rounding layers: ", "rtn-4: perplexity (llama.cpp): ", "bfloat16: speed at 1 thread: "):

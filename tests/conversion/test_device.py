@@ -50,7 +50,7 @@ def test_a_device_converts_as_well_as_the_processor(name, method, bits, options,
     given = (str(folder), method, bits)
     here = convert(*given, tmp_path / "here", calibration=TEXT, **options)
     with pretended_device():
-        there = convert(*given, tmp_path / "there", calibration=TEXT, device="card", **options)
+        there = convert(*given, tmp_path / "there", calibration=TEXT, **options)
     source = logits_by("reference", folder, IDS)
     lost, want = (divergence(source, logits_by("reference", artifact, IDS)) for artifact in (there, here))
     assert lost == pytest.approx(want, rel=0.2, abs=1e-5)

@@ -56,10 +56,12 @@ def test_what_an_interpreter_lacks_is_told_before_any_work(gguf, bare):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"device": "cuda:1"}, "the engine llamacpp has no device 'cuda:1'; it has cpu, cuda"),
+        ({"device": "cuda:1"}, "--device cuda:1 for the engine llamacpp: this llama-cpp-python computes on cpu"),
         ({"dtype": "float32"}, "llama.cpp computes in the file's own types; leave the dtype 'float32' out"),
-        ({"device": "cuda:1", "engine": "reference"}, "the device 'cuda:1' cannot be used"),
-        ({"device": "cuda"}, "this llama-cpp-python is built without cuda"),
+        (
+            {"device": "cuda:1", "engine": "reference"},
+            "the engine reference: torch computes on cpu here, not on 'cuda:1'",
+        ),
         ({"engine": "vllm"}, "the engine vllm cannot open gguf-Q8_0"),
     ],
 )

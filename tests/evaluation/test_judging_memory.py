@@ -170,7 +170,7 @@ def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep, cache, tmp_path
 
 
 def test_a_comparison_is_refused_before_its_first_conversion(deep, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: 10_000_000)
+    monkeypatch.setattr(memory, "free_memory", lambda _device: 10_000_000)
     with pytest.raises(ResourceError, match="block by block"):
         compare(str(deep), ["rtn:4"], evaluation=EVALUATION, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -105,7 +105,7 @@ COMPARED_FIELDS = {
     "model": {"name": "model"},
     "text": {"sha256": "text"},
     "windows": {"protocol": "protocol", "n_ctx": "n_ctx", "windows": "windows", "tokens_sha256": "tokens"},
-    "engine": {"device": "device"},
+    "engine": {},
     "hardware": {"cpu": "hardware"},
     "baseline": {"sha256": "baseline"},
     "settings": {name: name for name in ("new_tokens", "max_tokens", "price_per_hour")},

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -134,11 +135,13 @@ def test_quality_measured_on_another_machine_is_used_where_that_is_asked_for(out
     spec, path = EvaluationSpec(**SETTINGS["evaluation"]), comparison.report_path(out, "rtn-4")
     text, report = load_text(spec.text, "evaluation"), read_report(path)
     there = report.hardware.model_copy(update={"cpu": "another"})
-    judgement = prepare(model, spec, text, choose(model, EngineSpec()), source)
+    engine = choose(model, EngineSpec())
+    judgement = prepare(model, spec, text, replace(engine, device="cuda"), source)
     edit_json(path, put("hardware", value=there.model_dump()))
+    edit_json(path, put("engine", "device", value="cuda (NVIDIA H200)"))
     edit_json(path, put("fingerprint", value=judgement.fingerprint(report.baseline, there)))
-    assert comparison.kept_report(model, source, spec, text, out, anywhere=True).hardware == there
-    assert comparison.kept_report(model, source, spec, text, out) is None
+    assert comparison.kept_report(model, source, spec, text, engine, out, anywhere=True).hardware == there
+    assert comparison.kept_report(model, source, spec, text, engine, out) is None
 
 
 @pytest.mark.parametrize(

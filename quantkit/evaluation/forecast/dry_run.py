@@ -97,7 +97,7 @@ def forecast(
     if judgement.exact is not None and not kept:
         need = judgement.settled.baseline
         computing = replace(
-            judgement.engine, name=need.engine, dtype=FLOAT32, walk=need.walk, device="cpu",
+            judgement.engine, name=need.engine, dtype=FLOAT32, walk=need.walk, device=need.device,
             offload_bytes=judgement.settled.offload_bytes,
         )  # fmt: skip
         seconds = _seconds(judgement, Model(None, judgement.exact), computing, False)

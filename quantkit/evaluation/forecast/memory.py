@@ -2,7 +2,7 @@
 
 Peak memory is that of a separate process. It counts the libraries, the weights that the engine holds, the activations
 of a block, the logits and, for divergences, the source's output layer. Files that are only mapped into memory are not
-counted: the system takes their pages back. On a card nothing is forecast.
+counted: the system takes their pages back. Of a GPU it is the GPU's memory that is forecast.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import BATCH_TOKENS, Window
 from quantkit.errors import RecipeError, ResourceError, UnsupportedError
-from quantkit.evaluation.engine_choice import ChosenEngine, require
+from quantkit.evaluation.engine_choice import ChosenEngine, own_device, require
 from quantkit.models.config import beside_states, open_config
 from quantkit.models.source import Source
 from quantkit.recipe import WalkSpec
-from quantkit.system.memory import GROWTH, available_memory
+from quantkit.system.device import CPU, memory_of
+from quantkit.system.memory import GROWTH, free_memory
 from quantkit.system.sizes import told_apart
 from quantkit.untrusted import told
 
@@ -44,11 +45,15 @@ CODES = 17  # bytes a weight while a layer's codes are unpacked
 
 @dataclass(frozen=True)
 class Need:
-    """What it takes to compute one model: `engine`, `walk`, and bytes at the peak (None: not forecast) by phase."""
+    """What it takes to compute one model: `engine`, `walk`, and bytes at the peak (None: not forecast) by phase.
+
+    They are bytes of the memory of `device`.
+    """
 
     engine: str
     walk: bool
     phases: Mapping[str, int] = field(default_factory=dict)
+    device: str = CPU
 
     @property
     def memory(self) -> int | None:
@@ -123,15 +128,18 @@ def holding_of(model: Model) -> Holding:
     )
 
 
-def whole(engine: Engine, holding: Holding, ends: Ends, dtype: str | None, tokens: int, head: int) -> Need:
+def whole(
+    engine: Engine, holding: Holding, ends: Ends, dtype: str | None, tokens: int, head: int, device: str = CPU
+) -> Need:
     """A model that is loaded whole; `tokens` of the longest window, `head` bytes of the source's output layer."""
     if engine.holds is None:
-        return Need(engine.name, False)
+        return Need(engine.name, False, device=device)
     item = ITEM.get(dtype or holding.dtype, 4)
     flowing = _flowing(ends, tokens, item)
     # Other engines than those in torch give the logits of a window at once, which are copied.
     logits = _logits(ends) if engine.reads_values else max(_logits(ends), 2 * tokens * ends.vocabulary * 4)
-    return Need(engine.name, False, {"its weights": engine.holds(holding, dtype) + flowing + logits + head + GROWTH})
+    weights = engine.holds(holding, dtype) + flowing + logits + head + GROWTH
+    return Need(engine.name, False, {"its weights": weights}, device)
 
 
 def walked(model: Model, dtype: str, windows: tuple[Window, ...], offload_bytes: int, head: int) -> Need:
@@ -182,24 +190,25 @@ def settle(
     `kept` says whether that is there already, and is asked only where it matters. Raises ResourceError with the figures
     where something fits in no way, RecipeError for an engine that cannot walk.
     """
-    limit = available_memory() if memory.max_memory_gb is None else int(memory.max_memory_gb * 1e9)
     longest = max(len(window.ids) for window in windows)
     head = 0 if exact is None else ends_of(exact.config).head * _stored_item(Model(None, exact)) + SLAB_BYTES
     notes: list[str] = []
-    chosen, need = _settle_one(model, engine, memory, windows, longest, head, limit, notes, "it")
+    chosen, need = _settle_one(model, engine, memory, windows, longest, head, notes, "it")
     baseline = Need(baseline_engine, False)
     if exact is not None:
         source = Model(None, exact)
         computing = replace(
-            engine, name=baseline_engine, dtype=FLOAT32, python=sys.executable, device="cpu", named=False
-        )
+            engine, name=baseline_engine, dtype=FLOAT32, python=sys.executable, named=False,
+            device=own_device(engine.asked_device),
+        )  # fmt: skip
         baseline = whole(
-            find_engine(baseline_engine), holding_of(source), ends_of(exact.config), FLOAT32, longest, head
-        )
-        short = memory.walk is None and baseline.memory is not None and baseline.memory > limit
+            find_engine(baseline_engine), holding_of(source), ends_of(exact.config), FLOAT32, longest, head,
+            computing.device,
+        )  # fmt: skip
+        short = memory.walk is None and not _fits(baseline, memory)
         if (short or memory.walk) and not kept():
             what = "the source, for divergences,"
-            _, baseline = _settle_one(source, computing, memory, windows, longest, head, limit, notes, what)
+            _, baseline = _settle_one(source, computing, memory, windows, longest, head, notes, what)
     return Settled(chosen, need, baseline, offload_bytes(memory), tuple(notes))
 
 
@@ -208,7 +217,7 @@ def foresee(
 ) -> tuple[bool, Need]:
     """Whether an artifact that is still to be made will be judged whole by `engine`, and what it would take whole."""
     need = need_of_copy(engine, holding, ends, windows, source)
-    return need.memory is None or need.memory <= available_memory(), need
+    return need.memory is None or need.memory <= free_memory(need.device), need
 
 
 def need_of_copy(engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source) -> Need:
@@ -250,53 +259,56 @@ def _settle_one(
     windows: tuple[Window, ...],
     longest: int,
     head: int,
-    limit: int,
     notes: list[str],
     what: str,
 ) -> tuple[ChosenEngine, Need]:
     """The engine for one model, and what it takes; `what` names the model in the notes."""
     found = find_engine(engine.name)
-    need = Need(engine.name, False)
-    if engine.device == "cpu":
-        need = whole(found, holding_of(model), ends_of(model.config), engine.dtype, longest, head)
+    need = whole(found, holding_of(model), ends_of(model.config), engine.dtype, longest, head, engine.device)
     if memory.walk is False:
         return engine, need
-    fits = need.memory is None or need.memory <= limit
-    if fits and not memory.walk:
+    if _fits(need, memory) and not memory.walk:
         return engine, need
     if engine.named and not found.walks:
         if memory.walk:
             raise RecipeError(f"the engine {engine.name} does not compute block by block. Take --engine {WALKS}.")
-        raise _too_much(model, need, limit, "Leave --engine out, or try it all the same with --no-walk.")
+        raise _too_much(model, need, memory, "Leave --engine out, or try it all the same with --no-walk.")
     dtype = engine.dtype or ("bfloat16" if model.source is None else holding_of(model).dtype)
-    find_engine(WALKS).refuse(dtype, engine.device)
+    find_engine(WALKS).refuse(dtype)
     version = engine.version if found.walks else require(find_engine(WALKS))
     changed = replace(
         engine, name=WALKS, version=version, dtype=dtype, python=sys.executable, walk=True,
-        offload_bytes=offload_bytes(memory),
+        offload_bytes=offload_bytes(memory), device=own_device(engine.asked_device),
     )  # fmt: skip
-    walking = Need(WALKS, True)
-    if engine.device == "cpu":
-        walking = walked(model, dtype, windows, changed.offload_bytes, head)
-        if walking.memory is not None and walking.memory > limit:
-            raise _too_much(model, walking, limit, "Give shorter windows, or take a machine with more memory.")
+    walking = replace(walked(model, dtype, windows, changed.offload_bytes, head), device=changed.device)
+    if not _fits(walking, memory):
+        raise _too_much(model, walking, memory, "Give shorter windows, or take a machine with more memory.")
     if memory.walk:
         notes.append(f"{what} was computed block by block by our own reader, as was asked for")
     else:
-        needed, free = told_apart(need.memory or 0, limit)
+        needed, free = told_apart(need.memory or 0, _limit(need.device, memory))
         notes.append(
-            f"{what} was computed block by block by our own reader: {engine.name} would need {needed} of memory for "
-            f"all of it, and {free} were free"
+            f"{what} was computed block by block by our own reader: {engine.name} would need {needed} of "
+            f"{memory_of(need.device)} for all of it, and {free} were free"
         )
     return changed, walking
 
 
-def _too_much(model: Model, need: Need, limit: int, fix: str) -> ResourceError:
-    needed, free = told_apart(need.memory or 0, limit)
+def _limit(device: str, memory: WalkSpec) -> int:
+    """Most bytes to take of a device's memory: what the user gave, else what is free there."""
+    return free_memory(device) if memory.max_memory_gb is None else int(memory.max_memory_gb * 1e9)
+
+
+def _fits(need: Need, memory: WalkSpec) -> bool:
+    return need.memory is None or need.memory <= _limit(need.device, memory)
+
+
+def _too_much(model: Model, need: Need, memory: WalkSpec, fix: str) -> ResourceError:
+    needed, free = told_apart(need.memory or 0, _limit(need.device, memory))
     phase = max(need.phases, key=lambda name: need.phases[name])
     how = "block by block " if need.walk else ""
     return ResourceError(
-        f"judging {shlex.quote(model.label)} {how}with {need.engine} would need {needed} of memory "
+        f"judging {shlex.quote(model.label)} {how}with {need.engine} would need {needed} of {memory_of(need.device)} "
         f"({PROCESS / 1e9:.2f} GB for the process, {need.phases[phase] / 1e9:.2f} GB for {phase}), and {free} are "
         f"free. {fix}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from quantkit.calibration.importance import measure_importance
@@ -14,7 +13,8 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf.imatrix import write_imatrix
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.progress import Progress
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
+from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, parse
+from quantkit.system.device import described, find_device
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import path_of
 
@@ -27,6 +27,7 @@ def make_imatrix(
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
     seed: int = 0,
+    device: str = AUTO,
     progress: Progress | None = None,
 ) -> int:
     """Measure a model's importance on a calibration text and write it to the new file `out`; the number of weights.
@@ -47,11 +48,13 @@ def make_imatrix(
         "seed": seed,
     }
     recipe = parse(ConvertRecipe, values | {"calibration": calibration or CalibrationSpec()}, "imatrix")
-    job = prepare(recipe)
+    progress, device = progress or Progress(), find_device(device)
+    job = prepare(recipe).changed(device=device)
     plan = make_plan(job.source, job.bits)
-    job = replace(job, calibration=tokens_of(job))
+    job = job.changed(calibration=tokens_of(job))
+    progress.say(f"device: {described(device)}")
     with temporary_folder(out.absolute().parent) as folder:
-        importance = plan.with_same_inputs(measure_importance(job, Run(folder, progress or Progress())))
+        importance = plan.with_same_inputs(measure_importance(job, Run(folder, progress)))
         write_imatrix(folder / "made", importance, plan, tokens_of(job))
         (folder / "made").replace(out)
     return len(importance)

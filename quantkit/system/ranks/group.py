@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.errors import RankError, RecipeError
+from quantkit.system.device import find_device
 
 if TYPE_CHECKING:
     import torch
@@ -84,8 +85,14 @@ def refuse_ranks(reason: str) -> None:
 
 
 def device_of(device: str, here: Place) -> str:
-    """torch's name of what a rank computes on where the user gave this device: each rank has a card of its own."""
-    return f"cuda:{here.local_rank}" if here.size > 1 and device.startswith("cuda") else device
+    """torch's name of what a rank computes on where the user gave this device: each rank has a GPU of its own."""
+    if here.size == 1 or not _on_gpus(device):
+        return device
+    return f"cuda:{here.local_rank}"
+
+
+def _on_gpus(device: str) -> bool:
+    return find_device(device).startswith("cuda")
 
 
 @contextmanager
@@ -107,9 +114,10 @@ def joined(device: str = "cpu") -> Iterator[Place]:
     with _together():
         store, rank, count = next(rendezvous("env://", timeout=timedelta(minutes=5)))
         store.set_timeout(PATIENCE)
-        if device.startswith("cuda"):
+        on_gpus = _on_gpus(device)
+        if on_gpus:
             torch.cuda.set_device(torch.device(f"cuda:{there.local_rank}"))
-        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
     _Joined.place, _Joined.store = there, store
     yield there
