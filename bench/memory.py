@@ -34,16 +34,21 @@ BLOCK, LARGEST = 128, 448.0  # of FP8: rows and columns, and the largest code
 LIMIT_S = 7200.0
 GROWTH = 1.1
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-HIDDEN, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
+VOCABULARY = 32000
+LLAMA_2_7B = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, vocab_size=VOCABULARY)
+LLAMA_3_8B = LlamaConfig(  # but for the vocabulary: blocks are measured
+    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=VOCABULARY
+)
 
 
-def tensors_of_block(index: int) -> dict[str, tuple[int, ...]]:
+def tensors_of_block(index: int, config: LlamaConfig = LLAMA_2_7B) -> dict[str, tuple[int, ...]]:
     """Shapes of one block's tensors by name."""
-    prefix = f"model.layers.{index}."
-    square = {f"self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
-    wide = {f"mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
-    norms = {f"{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
-    shapes = square | wide | {"mlp.down_proj.weight": (HIDDEN, INNER)} | norms
+    prefix, hidden, inner = f"model.layers.{index}.", config.hidden_size, config.intermediate_size
+    keys = hidden * config.num_key_value_heads // config.num_attention_heads
+    attention = {f"self_attn.{name}_proj.weight": (hidden if name in "qo" else keys, hidden) for name in "qkvo"}
+    wide = {f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+    norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes = attention | wide | {"mlp.down_proj.weight": (hidden, inner)} | norms
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
@@ -56,17 +61,17 @@ def _fp8(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: codes, f"{name}_scale_inv": scales}
 
 
-def make_checkpoint(folder: Path, blocks: int, fp8: bool) -> None:
+def make_checkpoint(folder: Path, blocks: int, fp8: bool = False, config: LlamaConfig = LLAMA_2_7B) -> None:
     """Write a sharded checkpoint, one shard for each block, with a byte-level tokenizer."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     ends = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": (VOCABULARY, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+        "lm_head.weight": (VOCABULARY, config.hidden_size),
     }
     where: dict[str, str] = {}
-    for number, shapes in enumerate([ends, *(tensors_of_block(i) for i in range(blocks))], 1):
+    for number, shapes in enumerate([ends, *(tensors_of_block(i, config) for i in range(blocks))], 1):
         shard = f"model-{number:05d}-of-{blocks + 1:05d}.safetensors"
         values = {
             name: torch.ones(shape, dtype=torch.bfloat16)
@@ -80,16 +85,9 @@ def make_checkpoint(folder: Path, blocks: int, fp8: bool) -> None:
         save_file(values, folder / shard, metadata={"format": "pt"})
         where.update(dict.fromkeys(values, shard))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=blocks,
-        num_attention_heads=HEADS,
-        vocab_size=VOCABULARY,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-        **({"quantization_config": FP8} if fp8 else {}),
-    ).save_pretrained(folder)
+    about = {"num_hidden_layers": blocks, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    about |= {"quantization_config": FP8} if fp8 else {}
+    LlamaConfig(**{**config.to_diff_dict(), **about}).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,7 +96,7 @@ def make_checkpoint(folder: Path, blocks: int, fp8: bool) -> None:
 
 
 def _weights(blocks: int) -> int:
-    ends = 2 * VOCABULARY * HIDDEN + HIDDEN
+    ends = (2 * VOCABULARY + 1) * LLAMA_2_7B.hidden_size
     return ends + sum(math.prod(shape) for i in range(blocks) for shape in tensors_of_block(i).values())
 
 

@@ -127,6 +127,8 @@ def shortage_of(error: BaseException) -> str | None:
         if isinstance(at, MemoryError) or NO_MEMORY.search(text):
             asked = AMOUNT.search(text)
             amount = f": {asked.group()} more were asked for" if asked else f" ({reason_of(at)})"
+            if type(at).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+                return f"the GPU's memory ran out{amount}. End what else uses the GPU, or give --device cpu."
             return (
                 f"the memory that this process may take ran out{amount}. Free some, raise its limit, or ask for less."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ class Activations(Store):
         copy.write(0, self.select(sequences))
         return copy
 
-    def batches(self, tokens: int) -> list[tuple[int, int]]:
-        """Bounds of whole sequences that hold `tokens` or fewer together, or of single ones."""
+    def batches(self, tokens: int, edge: int = 0) -> list[tuple[int, int]]:
+        """Bounds of whole sequences with `tokens` or fewer together, or of single ones; none lies across `edge`."""
         step = max(1, tokens // self.shape[1])
-        return [(start, min(start + step, len(self))) for start in range(0, len(self), step)]
+        return list(pairwise([*range(0, edge, step), *range(edge, len(self), step), len(self)]))

@@ -22,6 +22,7 @@ from quantkit.calibration.suspended import (
     SuspendedBatches,
     storages_in,
 )
+from quantkit.contracts.method import BATCH_TOKENS
 from quantkit.errors import SourceError
 from quantkit.models.architectures.experts import expert_of, same_of_every_expert
 from quantkit.models.architectures.foreign import block_of, running
@@ -31,12 +32,11 @@ from quantkit.numerics.second_moments import Gram
 from quantkit.system.memory import MemoryTrimmer
 from quantkit.system.ranks.group import size, sum_over
 
-BATCH_TOKENS = 1024
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
 
 
 def batch_size(length: int) -> int:
-    """How many sequences of `length` tokens go through a block together."""
+    """How many sequences of `length` tokens are one share of the work: of ranks, and of the unquantized stream."""
     return max(1, BATCH_TOKENS // length)
 
 
@@ -84,6 +84,7 @@ class Block:
     skeleton: Skeleton
     device: torch.device
     offload_file: OffloadFile
+    batch_tokens: int = BATCH_TOKENS
     suspend: bool = True
     ample: int = 0
     all_tokens: int = 0
@@ -98,8 +99,10 @@ class Block:
     _targets_done: bool = False
 
     def batches(self) -> list[tuple[int, int]]:
-        """Bounds of the sequences that go through the block together."""
-        return self.inputs.batches(BATCH_TOKENS)
+        """Bounds of the sequences that go through the block together: all of them also through the unquantized one, or
+        none."""
+        full = self.full_precision_block
+        return self.inputs.batches(self.batch_tokens, 0 if full is None else len(full.inputs))
 
     def call(self, module: Callable[..., Any], inputs: Activations, sequences: Sequence[int]) -> torch.Tensor:
         """(B, T, D): what some sequences of `inputs` become in `module`, the block or another with its arguments."""
@@ -199,7 +202,6 @@ class Block:
         groups, full = self.groups(), self.full_precision_block
         batches = SuspendedBatches(self.offload_file, self._common()) if self.suspend else RepeatedBatches()
         pairs = self._set_out(batches)
-        step = self.batches()[0][1]
         with ExitStack() as stack, torch.no_grad():
             stack.callback(batches.close)
             for module in self._modules():
@@ -208,7 +210,7 @@ class Block:
                     stack.enter_context(layer.register_forward_pre_hook(batches.stop_at(at)))
             for at, names in enumerate(groups):
                 gram, stride = self._gram(names[0], full is not None), self._stride(names[0])
-                for number, (batch, exact) in enumerate(pairs):
+                for start, batch, exact in pairs:
                     batch.go_to(at)
                     if exact is not None:
                         exact.go_to(at)
@@ -216,7 +218,7 @@ class Block:
                     if at + 1 == len(groups) and exact is not None and full is not None:
                         # Nothing waits for the unquantized block any more.
                         exact.go_to(PAST)
-                        full.inputs.write(number * step, exact.take())
+                        full.inputs.write(start, exact.take())
                     batch.wait()
                     if exact is not None:
                         exact.wait()
@@ -228,9 +230,9 @@ class Block:
                 visitor(group)
                 del group
             self._targets_done = True
-            for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
+            for start, batch, _ in pairs if keep_outputs else ():
                 batch.go_to(PAST)
-                self.inputs.write(number * step, batch.take())
+                self.inputs.write(start, batch.take())
                 self.trimmer.trim()
             self._done = keep_outputs
 
@@ -311,15 +313,16 @@ class Block:
             self._shared[names[0]] = shared
         return self._shared[names[0]]
 
-    def _set_out(self, batches: Batches) -> list[tuple[Batch, Batch | None]]:
-        """Every batch before its way through the block, and with it the same one in the unquantized stream."""
-        pairs: list[tuple[Batch, Batch | None]] = []
+    def _set_out(self, batches: Batches) -> list[tuple[int, Batch, Batch | None]]:
+        """Every batch before its way through the block, with its first sequence and the same batch in the unquantized
+        stream."""
+        pairs: list[tuple[int, Batch, Batch | None]] = []
         full = self.full_precision_block
         for start, stop in self.batches():
             batch, exact = batches.add(partial(_run, self, self.module, self.inputs, start, stop)), None
             if full is not None and stop <= len(full.inputs):
                 exact = batches.add(partial(_run, self, full.module, full.inputs, start, stop))
-            pairs.append((batch, exact))
+            pairs.append((start, batch, exact))
         return pairs
 
     def _modules(self) -> list[nn.Module]:

@@ -101,6 +101,7 @@ def walk(
                         skeleton=skeleton,
                         device=device,
                         offload_file=offload_file,
+                        batch_tokens=job.batch_tokens,
                         suspend=suspend,
                         ample=ample,
                         all_tokens=every.size,

@@ -165,12 +165,16 @@ class CalibrationTokens:
         return hashlib.sha256(self.ids.tobytes()).hexdigest()
 
 
+BATCH_TOKENS = 1024  # on the CPU
+
+
 @dataclass(frozen=True)
 class Job:
     """A recipe with its opened source, its method and the format to write.
 
-    `options` is the method's record. `device` is torch's name of where the maths runs; activations beyond
-    `offload_bytes` go to files. `checked` and `calibration` (of methods that calibrate) are there once it was checked.
+    `options` is the method's record. `device` is torch's name of where the maths runs, `batch_tokens` of calibration
+    go through a block together, activations beyond `offload_bytes` go to files. `checked` and `calibration` (of methods
+    that calibrate) are there once it was checked.
     """
 
     source: Source
@@ -180,6 +184,7 @@ class Job:
     options: Any
     device: str
     offload_bytes: int
+    batch_tokens: int = BATCH_TOKENS
     checked: Checked = field(default_factory=Checked)
     calibration: CalibrationTokens | None = None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from quantkit.checkpoints.safetensors import ITEM_BYTES
-from quantkit.contracts.method import Job, Shapes
+from quantkit.contracts.method import BATCH_TOKENS, Job, Shapes
 from quantkit.conversion.prove import PIECE
 from quantkit.errors import ResourceError
 from quantkit.models.source import SLAB_BYTES
@@ -26,6 +26,7 @@ MB = 1_000_000
 LOADED = 8 * MB  # what the work loads and keeps
 LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
 BFLOAT16 = 2
+GPU_BATCH_TOKENS = 16 * BATCH_TOKENS  # a GPU computes small batches at a part of its speed
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,6 @@ def shapes_of(job: Job) -> Shapes:
 
 def forecast(job: Job, shapes: Shapes) -> Forecast:
     """Predict a checked job whose method says what memory it takes."""
-    from quantkit.calibration.block import BATCH_TOKENS
-
     assert job.method.peak_memory is not None
     peak = job.method.peak_memory(job, shapes)
     spec = job.recipe.calibration
@@ -107,7 +106,7 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
     tokens = drawn if peak.streams else 0
     flowing = peak.streams * (shapes.states * shapes.hidden + shapes.shared) + shapes.of_text
     streams = int(tokens * flowing * BFLOAT16)
-    batch = min(tokens, BATCH_TOKENS)
+    batch = min(tokens, job.batch_tokens)
     activations = streams if streams <= job.offload_bytes else 0
     # Residual, normed input, and what attention or the widest layer takes; beyond the limit batches wait in a file.
     wide = max(3 * shapes.hidden, shapes.widest) + shapes.of_text // shapes.blocks
@@ -144,6 +143,14 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
     return Forecast(process, phases, streams - activations + suspended - waiting, on_device)
 
 
+def _with_larger_batches(job: Job, shapes: Shapes, free: int) -> tuple[Job, Forecast]:
+    """The job with as many tokens in a batch as fit into the `free` bytes of its device, at most `GPU_BATCH_TOKENS`."""
+    job = job.changed(batch_tokens=GPU_BATCH_TOKENS)
+    while (predicted := forecast(job, shapes)).on_device > free and job.batch_tokens > BATCH_TOKENS:
+        job = job.changed(batch_tokens=job.batch_tokens // 2)
+    return job, predicted
+
+
 def fit_memory(job: Job, limit: int | None = None) -> tuple[Job, Forecast | None]:
     """Forecast a checked job within `limit` bytes (default: what is available); offload activations where that helps.
 
@@ -155,7 +162,10 @@ def fit_memory(job: Job, limit: int | None = None) -> tuple[Job, Forecast | None
     shapes = shapes_of(job)
     predicted = forecast(job, shapes)
     limit_bytes = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
-    free = sys.maxsize if job.device == CPU else free_memory(job.device)
+    free = sys.maxsize
+    if job.device != CPU:
+        free = free_memory(job.device)
+        job, predicted = _with_larger_batches(job, shapes, free)
     if predicted.memory > limit_bytes or predicted.on_device > free:
         offloading = job.changed(offload_bytes=0)
         other = forecast(offloading, shapes)

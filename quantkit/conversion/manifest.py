@@ -39,6 +39,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
         # The order of float sums decides bytes too.
         values["calibration"] = job.calibration.digest
         values["device"] = job.device
+        values["batch_tokens"] = job.batch_tokens
         values["threads"] = torch.get_num_threads()
         values["processor"] = torch.backends.cpu.get_cpu_capability()
         if size() > 1:

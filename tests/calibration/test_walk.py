@@ -91,9 +91,11 @@ def test_a_share_of_the_sequences_and_every_second_token(tiny_llama, monkeypatch
     assert exact_count == 8  # in whole batches of four
     ids, model, exact = calibration_ids(trial), plain_model(tiny_llama), plain_model(tiny_llama)
     groups = {}
-    # 16 * 64 tokens: twice 4 a column of o_proj, not of the wider down_proj.
-    blocks = walk(trial.job, trial.run, exact=0.3, ample=4)
+    # 16 * 64 tokens: twice 4 a column of o_proj, not of the wider down_proj. Six do not divide the eight exact ones.
+    job = trial.job.changed(batch_tokens=6 * LENGTH)
+    blocks = walk(job, trial.run, exact=0.3, ample=4)
     block = next(blocks)
+    assert block.batches() == [(0, 6), (6, 8), (8, 14), (14, 16)]
 
     def see(group):
         groups[group.names[0]] = group
@@ -162,7 +164,7 @@ SHORT = 16
 def walked(folder, out, suspend, offload_bytes, exact, ample):
     """All that a walk gives, while each weight is replaced by a coarser one once its group is seen."""
     trial, seen = job_for(folder, "gptq", out, length=SHORT), []
-    job = trial.job.changed(offload_bytes=offload_bytes)
+    job = trial.job.changed(offload_bytes=offload_bytes, batch_tokens=4 * SHORT)
     for block in walk(job, trial.run, exact=exact, ample=ample, suspend=suspend):
         seen.append(block.inputs.read().clone())
 

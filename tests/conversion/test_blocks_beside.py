@@ -12,7 +12,6 @@ from tiny_llama import LENGTH, calibration_ids, converted, job_for
 from tiny_models import changed_copy
 from trials import dense, read_back
 
-from quantkit.calibration import block as block_module
 from quantkit.calibration.walk import walk
 from quantkit.conversion.verify import verify
 
@@ -51,13 +50,12 @@ def test_methods_give_what_transformers_computes(name, method, bits, options, ar
 
 
 @pytest.mark.parametrize("name", slow_but(["gemma4"], KINDS))
-def test_each_batch_is_given_what_is_of_its_texts(name, architecture, monkeypatch):
-    monkeypatch.setattr(block_module, "BATCH_TOKENS", 3 * LENGTH)
+def test_each_batch_is_given_what_is_of_its_texts(name, architecture):
     trial = job_for(architecture(name), "gptq")
     with torch.no_grad():
         model = whole_model(architecture(name), torch.bfloat16)
         states = model(input_ids=calibration_ids(trial), output_hidden_states=True).hidden_states
-    for block in walk(trial.job, trial.run):
+    for block in walk(trial.job.changed(batch_tokens=3 * LENGTH), trial.run):
         want = states[block.index].float()
         assert (block.inputs.read().float() - want).abs().max() < 2**-6 * want.abs().max()
 

@@ -15,7 +15,7 @@ from quantkit.conversion.check import check, prepare_job
 from quantkit.conversion.manifest import PACKAGE, code_digest, fingerprint
 from quantkit.formats.source import open_source
 
-CALIBRATED = {"calibration", "device", "threads", "processor"}
+CALIBRATED = {"calibration", "device", "batch_tokens", "threads", "processor"}
 
 
 def checked(model, out, method="gptq", text=SAMPLE):
@@ -63,6 +63,7 @@ CHANGES = {
     "code": ("code", patched(manifest, "code_digest", "another")),
     "calibration": ("calibration", other_calibration),
     "device": ("device", lambda job, *_: job.changed(device="cuda")),
+    "batch_tokens": ("batch_tokens", lambda job, *_: job.changed(batch_tokens=2048)),
     "threads": ("threads", patched(torch, "get_num_threads", 99)),
     "processor": ("processor", patched(torch.backends.cpu, "get_cpu_capability", "ANOTHER")),
 }

@@ -293,13 +293,12 @@ def _calibrated(options: Options) -> bool:
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     """Of what is calibrated; all else is written some rows at a time."""
-    from quantkit.calibration.block import BATCH_TOKENS
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq
 
     further = peak_bytes(job.recipe.calibration, shapes, with_head=True) if _targeted(job.options) else {}
     if not _with_feedback(job):
-        return PeakMemory(1, work=2 * FLOAT32 * BATCH_TOKENS * shapes.widest, further=further)
+        return PeakMemory(1, work=2 * FLOAT32 * job.batch_tokens * shapes.widest, further=further)
     streams = gptq.streams(job, shapes, gptq.exact_share(gptq.Options()))
     return PeakMemory(streams, suspended=True, work=gptq.feedback_bytes(shapes), further=further)
 
