@@ -27,6 +27,8 @@ QUANTKIT = str(Path(sys.executable).parent / "quantkit")
 NOT_RUN = {
     "eval-tasks": "the harness fetches the tasks' questions from the hub; tests/evaluation/test_tasks.py runs its own",
     "ray": "needs a cluster; tests/sweep/test_ray.py begins one",
+    "cuda": "needs a GPU; bench/gpu.py is for that",
+    "cuda:1": "needs two GPUs",
     "--create": "needs the hub; tests/publishing has a server of its own",
     "--results": "needs the hub",
     "vllm": "needs an environment of its own; `make bench-vllm` runs it",
