@@ -19,7 +19,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell (echo "$(LLAMA_FLAGS)"; cat llama.cmake) | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test test-all types tests slow-tests bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop dist api format clean
+.PHONY: setup demo test test-all types tests slow-tests bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop gpu-kit dist api format clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(STAMP)
 
@@ -130,6 +130,19 @@ bench-vllm: $(STAMP)
 # Whether transformers + gptqmodel and vLLM compute what quantkit's own reader computes.
 interop: $(STAMP)
 	$(BIN)/python -m bench.interop $(ARGS)
+
+# What a machine with torch, transformers and a GPU may lack for `python -m bench.gpu`: wheels in the versions of this
+# environment for its Python, and a small model. See bench/README.md.
+GPU_PYTHON := 3.12
+GPU_WHEELS := pydantic pydantic_core annotated-types typing-inspection platformdirs greenlet gguf libggml-python typer rich
+GPU_MODEL  ?= demo
+gpu-kit: $(STAMP)
+	rm -rf $@
+	$(BIN)/pip freeze | grep -iE "^($$(echo $(GPU_WHEELS) | tr ' ' '|'))==" > $(VENV)/gpu.txt
+	$(BIN)/pip download -qq --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp -d $@ \
+	  $(foreach n,manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux2014,--platform $(n)_x86_64) -r $(VENV)/gpu.txt
+	test $(GPU_MODEL) = demo || cp -r $(GPU_MODEL) $@/model
+	@du -sh $@
 
 # sdist and wheel; the wheel, in an environment that has nothing else, converts and checks what it made.
 DIST := dist

@@ -117,7 +117,8 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
     block = shapes.block_parameters * BFLOAT16 * math.ceil(peak.streams)
     rows = min(shapes.vocabulary, tokens) * (shapes.hidden + shapes.of_text)
     outside = shapes.largest_outside
-    retained = peak.work // 2  # freed, but in pieces that the allocator keeps (measured)
+    # Freed, but in pieces that the allocator of the CPU keeps (measured).
+    retained = peak.work // 2 if job.device == CPU else 0
     computing = waiting + block + max(forward, peak.work) + min(forward, peak.work) // 2
     on_device, in_memory = 0, computing + (GROWTH // 2 if peak.streams else 0)  # freed, but not given back yet
     if job.device != CPU:
