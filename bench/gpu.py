@@ -4,7 +4,7 @@ Needs no network. `make gpu-kit` collects the packages that a machine with torch
 --device pretended the values are computed on the CPU and devices are not mixed (tests/pretended_device.py).
 Writes gpu.json into --out, and prints the same as one table.
 
-python -m bench.gpu [--device auto] [--blocks 3] [--sequences 128] [--model demo] [--out FOLDER]
+python -m bench.gpu [--device auto] [--blocks 3] [--sequences 128] [--model demo] [--small] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import LlamaConfig
 
 from bench.folders import REPOSITORY, RESULTS
-from bench.memory import LLAMA_3_8B, make_checkpoint
+from bench.memory import LLAMA_3_8B, VOCABULARY, make_checkpoint
 from quantkit import convert, evaluate
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
@@ -51,6 +52,7 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 SMALL = {"gptq 8": ("gptq", "8", {}), "awq 2": ("awq", "2", {})}  # for models with odd shapes
 CONTEXT, WINDOWS = 2048, 8
+SMALL_BLOCKS = LlamaConfig(hidden_size=512, intermediate_size=1024, num_attention_heads=8, vocab_size=VOCABULARY)
 
 
 class Blocks:
@@ -164,6 +166,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--small", action="store_true", help="small blocks, to try the script without a GPU")
     asked = parser.parse_args()
     pretended = asked.device == "pretended"
     asked.device = "card" if pretended else find_device(asked.device)
@@ -172,7 +175,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         rows += [measure_loss(name, work, asked) for name in METHODS | SMALL]
-        make_checkpoint(work / "blocks", asked.blocks, config=LLAMA_3_8B)
+        make_checkpoint(work / "blocks", asked.blocks, config=SMALL_BLOCKS if asked.small else LLAMA_3_8B)
         with on_device(asked):
             rows += [measure_evaluation(work / "blocks", asked, walk) for walk in (False, True)]
             rows += [measure_conversion(name, work / "blocks", work / name, asked) for name in METHODS]

@@ -317,7 +317,7 @@ def _quantize_group(
         rows = sum(len(values[name]) for name in group.names)
         solver = gptq.Solver(group.hessian, bits, size, rounding, group.cross, group.paired, rows)
         sizes = {name: values[name].numel() for name in group.names}
-        layers |= gptq.quantize_each(in_shares(solver.quantize), sizes, values.pop)
+        layers |= gptq.quantize_each(in_shares(solver.quantize), sizes, values.pop, block.device)
     else:
         importance = torch.diagonal(group.hessian) if options.apply_clip else None
         plan = job.checked.plan

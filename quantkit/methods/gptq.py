@@ -37,6 +37,7 @@ from quantkit.numerics.scale_refit import PartedHessian, Refit, Rounded
 from quantkit.numerics.scaled.feedback import float4_with_feedback
 from quantkit.numerics.scaled.fit import Float4
 from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.slabs import elements_together, rows_together
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
@@ -119,7 +120,7 @@ class Solver:
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
         """Quantize (N, K) float32, some rows at a time."""
-        slabs = [self._rows(rows) for rows in weight.split(max(1, SLAB_ELEMENTS // weight.shape[1]))]
+        slabs = [self._rows(rows) for rows in weight.split(rows_together(weight, SLAB_ELEMENTS))]
         codes, scales, zeros = (torch.cat([getattr(s, name) for s in slabs]) for name in ("codes", "scales", "zeros"))
         return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
 
@@ -194,25 +195,28 @@ Layer = TypeVar("Layer", GroupedWeight, ScaledWeight)
 
 
 def quantize_each(
-    quantize: Callable[[torch.Tensor], Layer], sizes: dict[str, int], weight: Callable[[str], torch.Tensor]
+    quantize: Callable[[torch.Tensor], Layer],
+    sizes: dict[str, int],
+    weight: Callable[[str], torch.Tensor],
+    device: torch.device,
 ) -> Iterator[tuple[str, Layer]]:
-    """`quantize` layers, given their numbers of elements by name; `weight` gives each (N, K) float32 in turn.
+    """`quantize` layers, given their numbers of elements by name; `weight` gives each (N, K) float32 on `device`.
 
     Small ones are quantized as one: rows do not depend on each other, and the loop over columns runs once.
     """
-    for names in _together(sizes):
+    for names in _together(sizes, elements_together(JOINED_ELEMENTS, device)):
         weights = [weight(name) for name in names]
         joined = quantize(torch.cat(weights) if len(weights) > 1 else weights[0])
         yield from zip(names, joined.split([len(value) for value in weights]), strict=True)
 
 
-def _together(sizes: dict[str, int]) -> list[list[str]]:
-    """The names in their order; neighbours stand together while they hold `JOINED_ELEMENTS` or fewer."""
+def _together(sizes: dict[str, int], most: int) -> list[list[str]]:
+    """The names in their order; neighbours stand together while they hold `most` elements or fewer."""
     groups: list[list[str]] = []
     total = 0
     for name, size in sizes.items():
         total += size
-        if groups and total <= JOINED_ELEMENTS:
+        if groups and total <= most:
             groups[-1].append(name)
         else:
             groups.append([name])
@@ -254,23 +258,24 @@ def streams(job: Job, shapes: Shapes, share: float) -> float:
     return 1 + exact_sequences(share, sequences, length, shapes.widest) / sequences
 
 
-def feedback_bytes(shapes: Shapes, gptaq: bool = True) -> int:
+def feedback_bytes(shapes: Shapes, device: str, gptaq: bool = True) -> int:
     """What error feedback holds at its peak: moments and factors of one group of layers, and the rows of a slab."""
     # H and the cross moment, and two squares in float64 while the factor is found (or the factor and the correction's
     # two sides); while rows are rounded two squares fewer. Without the cross moment one falls away.
     squares = 6 if gptaq else 5
-    work = 0
+    work, place = 0, torch.device(device)
+    joined, slab = (elements_together(number, place) for number in (JOINED_ELEMENTS, SLAB_ELEMENTS))
     for rows, columns in shapes.stages:
         square = 4 * columns**2
         largest = max(height * width for height, width in shapes.layers if width == columns)
-        layer = 4 * max(largest, min(rows * columns, JOINED_ELEMENTS))
-        work = max(work, squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
+        layer = 4 * max(largest, min(rows * columns, joined))
+        work = max(work, squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * slab))
     return work
 
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     options: Options = job.options
-    work = feedback_bytes(shapes, options.gptaq)
+    work = feedback_bytes(shapes, job.device, options.gptaq)
     if options.refine:  # weights, positions, their best and their gradients in float32
         work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tuned else 0)
     return PeakMemory(streams(job, shapes, exact_share(options)), options.true_sequential, work)
@@ -308,7 +313,7 @@ def _quantize_group(
     def weight(name: str) -> torch.Tensor:
         return load(job.source, job.skeleton, name).to(block.device, torch.float32)
 
-    for name, layer in quantize_each(quantize, sizes, weight):
+    for name, layer in quantize_each(quantize, sizes, weight, block.device):
         layers[name] = layer
         block.replace(name, layer.dense())
 

@@ -187,7 +187,7 @@ def _round_group(
         torch.diagonal(hessian).add_(rounding_noise(torch.cat(sample.parts)))
     moments = Feedback(hessian)
     sizes = {name: values[name].numel() for name in names}
-    return dict(quantize_each(lambda weight: int8_with_feedback(weight, moments), sizes, values.pop))
+    return dict(quantize_each(lambda weight: int8_with_feedback(weight, moments), sizes, values.pop, hessian.device))
 
 
 def _write(job: Job, run: Run) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.slabs import rows_together
 
 COARSE_STEPS = 11  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
@@ -118,7 +119,7 @@ def fit_grid(
     each = each.contiguous().reshape(1, -1, group_size)  # a matrix's diagonal would be read from everywhere
     fitted = [
         _fit_rows(rows.reshape(len(rows), -1, group_size), bits, symmetric, each if search else None, quick, least_zero)
-        for rows in weight.split(max(1, SLAB_ELEMENTS // columns))
+        for rows in weight.split(rows_together(weight, SLAB_ELEMENTS))
     ]
     scales, zeros = (torch.cat(parts) for parts in zip(*fitted, strict=True))
     return Grid(scales.to(torch.float16), zeros.to(torch.uint8), bits)
@@ -191,7 +192,7 @@ class _Best:
 def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Tensor:
     """Codes (N, K) uint8 of `weight` (N, K) by plain rounding."""
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    step = max(1, SLAB_ELEMENTS // weight.shape[1])
+    step = rows_together(weight, SLAB_ELEMENTS)
     for rows, *given in zip(*(t.split(step) for t in (codes, weight, grid.scales, grid.zeros)), strict=True):
         values, scale, zero = (t.to(torch.float32) for t in given)
         groups = values.unflatten(1, (values.shape[1] // group_size, group_size))

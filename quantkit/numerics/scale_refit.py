@@ -15,6 +15,7 @@ from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import product_in, quick_dtype
 from quantkit.numerics.second_moments import permuted
+from quantkit.numerics.slabs import elements_together
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
 SLAB_ELEMENTS = 1 << 21  # of the rows that are fitted together
@@ -85,7 +86,8 @@ class Refit:
         columns, groups = layer.shape[1], layer.scales.shape[1]
         scales: list[torch.Tensor] = []
         errors: list[torch.Tensor] = []
-        step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
+        most = elements_together(SLAB_ELEMENTS, self._target.device)
+        step = max(1, most // max(columns, groups**2))
         if layer.bits < ALIKE_BITS:
             self._normals.clear()
         for number, (target, slab) in enumerate(zip(self._target.split(step), layer.split(step), strict=True)):

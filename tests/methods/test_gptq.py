@@ -360,7 +360,7 @@ def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch, elements
     weights = dict(zip("abc", whole.split([10, 30, 8]), strict=True))
     solver = Solver(hessian.clone(), 4, 32, Options())
     shapes = {name: value.numel() for name, value in weights.items()}
-    layers = dict(quantize_each(solver.quantize, shapes, weights.__getitem__))
+    layers = dict(quantize_each(solver.quantize, shapes, weights.__getitem__, hessian.device))
     for name, value in weights.items():
         alone = quantize_layer(value, hessian, 4, 32, Options())
         assert layers[name].shape == tuple(value.shape)

@@ -300,7 +300,7 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     if not _with_feedback(job):
         return PeakMemory(1, work=2 * FLOAT32 * job.batch_tokens * shapes.widest, further=further)
     streams = gptq.streams(job, shapes, gptq.exact_share(gptq.Options()))
-    return PeakMemory(streams, suspended=True, work=gptq.feedback_bytes(shapes), further=further)
+    return PeakMemory(streams, suspended=True, work=gptq.feedback_bytes(shapes, job.device), further=further)
 
 
 METHOD = Method(

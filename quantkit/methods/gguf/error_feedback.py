@@ -30,6 +30,7 @@ from quantkit.methods.gguf.codebook_feedback import with_feedback
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.second_moments import permuted
+from quantkit.numerics.slabs import rows_together
 
 TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
 
@@ -93,7 +94,7 @@ def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
     mean_squares = moments.importance.cpu().to(torch.float32)
     # Inputs that never fire count a little: ggml turns weights without importance to zero.
     importance = (mean_squares + 1e-6 * mean_squares.mean() + 1e-30).numpy()
-    slabs = weight.split(max(1, gptq.SLAB_ELEMENTS // weight.shape[1]))
+    slabs = weight.split(rows_together(weight, gptq.SLAB_ELEMENTS))
     return np.concatenate([_rows(name, slab, importance, moments) for slab in slabs])
 
 

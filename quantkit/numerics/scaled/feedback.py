@@ -21,6 +21,7 @@ from quantkit.numerics.scaled.fit import (
     stored_bfloat16,
 )
 from quantkit.numerics.scaled.weight import FLOAT4_TOP, INT8_TOP, ScaledWeight
+from quantkit.numerics.slabs import rows_together
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are rounded together
 
@@ -48,7 +49,7 @@ def int8_with_feedback(weight: torch.Tensor, moments: Feedback) -> ScaledWeight:
 def float4_with_feedback(weight: torch.Tensor, moments: Feedback, grid: Float4, *, search: bool = True) -> ScaledWeight:
     """(N, K) float32 on the grid, scales of all groups first, then the columns by the moments' order."""
     parts = []
-    for part in weight.split(max(1, SLAB_ELEMENTS // weight.shape[1])):
+    for part in weight.split(rows_together(weight, SLAB_ELEMENTS)):
         target = moments.target(part)
         scales = grid.fit(target, search=search, importance=_importance(moments))
         half_steps = _rounded(target, moments, scales / 2, nearest_half_steps, 2 * FLOAT4_TOP)

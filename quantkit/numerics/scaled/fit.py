@@ -20,6 +20,7 @@ from quantkit.numerics.scaled.weight import (
     InputRounding,
     ScaledWeight,
 )
+from quantkit.numerics.slabs import rows_together
 
 OCTAVE = tuple(2 ** (step / 16) for step in range(1, 16))
 SHRINKING = tuple(1 - 0.04 * step for step in range(1, 13))
@@ -134,7 +135,7 @@ def fit_scales(
 def round_rows(weight: torch.Tensor, points: Points, *, search: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Values (N, K) float32 of `points`, and scales (N, 1) float32 that bfloat16 holds, for (N, K) float32."""
     values, scales = [], []
-    for part in weight.split(max(1, SLAB_ELEMENTS // weight.shape[1])):
+    for part in weight.split(rows_together(weight, SLAB_ELEMENTS)):
         scale = fit_scales(part, points, stored_bfloat16, search=search)[:, None]
         values.append(points.nearest(part / scale))
         scales.append(scale)
@@ -209,7 +210,7 @@ class Float4:
         store = stored_float8(self.divisor) if nvidia else stored_power
         if importance is not None:
             importance = importance.view(-1, self.group)
-        slabs = weight.split(max(1, SLAB_ELEMENTS // weight.shape[1]))
+        slabs = weight.split(rows_together(weight, SLAB_ELEMENTS))
         return torch.cat(
             [
                 fit_scales(
