@@ -7,14 +7,18 @@ import pytest
 import torch
 from filelock import FileLock
 from gguf_files import save_model
+from huggingface_hub import constants
 from tiny_architectures import save_architecture
 from tiny_llama import save_llama
-from tiny_models import CALIBRATION, save_tiny
+from tiny_models import CALIBRATION, SAMPLE, save_tiny
 
 from quantkit.artifact import open_artifact
 from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER
+from quantkit.data.texts import load_text
 from quantkit.evaluation import process
+from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import open_source
 from quantkit.numerics import matmul
 from quantkit.system import forking
 from quantkit.system.cache import cache_folder
@@ -103,6 +107,22 @@ def fresh_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture
+def new_cache(tmp_path, monkeypatch):
+    """The same for one test: its folder, which is made when something is kept."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cached_demo():
+    """The folder of the demo model."""
+    folder = cache_folder() / FOLDER
+    if not (folder / "config.json").is_file():
+        pytest.skip("the demo model is not in the cache; `make demo` fetches it")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def wide(once):
     """Two blocks as wide as K-quants need it, for GGUF."""
@@ -122,16 +142,6 @@ def shared_data():
 def tiny_llama(tmp_path_factory):
     """Tied embeddings, two key-value heads for four query heads, bfloat16."""
     return save_llama(tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="session")
-def tiny_llama_with_biases(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("models") / "biased", attention_bias=True, mlp_bias=True)
-
-
-@pytest.fixture(scope="session")
-def tiny_llama_untied(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("models") / "untied", tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="session")
@@ -206,6 +216,12 @@ def artifact_of(once, tiny):
 
 
 @pytest.fixture(scope="session")
+def windows(tiny):
+    """Six windows of 32 tokens."""
+    return cut(load_text(str(SAMPLE), "evaluation"), open_source(str(tiny)).tokenizer(), "llama.cpp", 32, 6)
+
+
+@pytest.fixture(scope="session")
 def gguf(artifact_of):
     """`tiny` as GGUF Q8_0."""
     return artifact_of("gguf", "Q8_0")
@@ -216,6 +232,12 @@ def bare(tmp_path):
     """The root of a Python environment with nothing in it."""
     venv.create(tmp_path / "environment", with_pip=False)
     return tmp_path / "environment"
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Nothing listens there, so the bundled sample serves."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
 @pytest.fixture

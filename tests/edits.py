@@ -39,10 +39,17 @@ def flip(path, place=-1):
     path.write_bytes(data)
 
 
-def rehash(path):
-    """Make the manifest beside a file fit its bytes."""
-    entry = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    edit_json(path.parent / MANIFEST, put("files", path.name, value=entry))
+def rehash(folder):
+    """Make the manifest fit the files' bytes again, as someone would who wants to be believed."""
+
+    def change(values):
+        for name in values["files"]:
+            path = folder / name
+            values["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        values["weight_bytes"] = sum(values["files"][name]["bytes"] for name in values["weight_files"])
+        values["bits_per_weight"] = 8 * values["weight_bytes"] / values["source"]["parameters"]
+
+    edit_json(folder / MANIFEST, change)
 
 
 def contents(folder):

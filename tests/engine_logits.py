@@ -14,6 +14,7 @@ from quantkit.contracts.windows import Window
 from quantkit.formats.source import open_model
 
 IDS = torch.randint(2, VOCABULARY, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+TWO_TEXTS = torch.arange(40).reshape(2, 20) * 7 % 300
 
 
 def engine_logits(loaded, ids, first=0):
@@ -39,10 +40,15 @@ def logits_of_llama_cpp(path, ids, **how):
         return torch.tensor(np.array(engine.scores[: len(ids)]))
 
 
-def logits_of_transformers(folder, ids):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+def logits_of(model, ids):
+    """The logits of (B, T) ids by a model of transformers."""
     with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0]
+        return model.eval()(input_ids=torch.as_tensor(ids)).logits
+
+
+def logits_of_transformers(folder, ids):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return logits_of(model, [ids])[0]
 
 
 def far_apart(ours, theirs):

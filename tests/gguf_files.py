@@ -9,14 +9,12 @@ from tiny_architectures import save_architecture, tiny_of
 from tiny_more import as_published
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from trials import Trial
+from trials import prepared
 
-from quantkit.contracts.run import Run
-from quantkit.conversion.check import prepare
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.reader import read_file
 from quantkit.formats.gguf.writer import write_file
-from quantkit.recipe import ConvertRecipe
+from quantkit.models.config import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -24,7 +22,7 @@ gguf = pytest.importorskip("gguf")
 def job_for(model, bits, folder, **options):
     """A trial that is not checked yet."""
     folder.mkdir(exist_ok=True)
-    return Trial(prepare(ConvertRecipe(model=str(model), method="gguf", bits=bits, options=options)), Run(folder))
+    return prepared(model, "gguf", bits, folder, **options)
 
 
 def written(trial, importance=None, threads=None):
@@ -64,6 +62,15 @@ def save_tokenizer(folder):
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", model_max_length=512
     )
     made.save_pretrained(folder)
+
+
+def saved_tokenizer(folder, template=None):
+    """The same with a chat template, as it is read back."""
+    folder.mkdir(exist_ok=True)
+    save_tokenizer(folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(folder)
 
 
 def save_model(folder, model_type="llama", dtype=torch.bfloat16, **changes):
@@ -121,6 +128,14 @@ def identical_tensors(ours, theirs):
 def keys(path):
     fields = gguf.GGUFReader(path).fields
     return {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
+
+
+def layer_and_hessian(rows=12, columns=512):
+    """A random weight, and the moments of correlated inputs."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(columns, columns, generator=generator) * torch.rand(columns, generator=generator)
+    x = torch.randn(900, columns, generator=generator) @ mixing
+    return torch.randn(rows, columns, generator=generator) * 0.05, x.T @ x / 900
 
 
 def take_any_tokenizer(monkeypatch):

@@ -40,13 +40,15 @@ class Child:
         """Exit code, the negative number of the signal that ended it, or None."""
         return self.process.exitcode
 
-    def wait(self):
-        """Wait for its end; return what it told on standard error, but for progress."""
+    def wait(self, code=None):
+        """Wait for its end, by this exit code if one is given; return what it told, but for progress."""
         self.process.join(LIMIT)
         if self.code is None:
             self.process.kill()
             raise AssertionError(f"no end after {LIMIT} s:\n{self.log.read_text()}")
-        return without_progress(self.log.read_text())
+        told = without_progress(self.log.read_text())
+        assert code in (None, self.code), (self.code, told)
+        return told
 
 
 def until(condition):
@@ -80,9 +82,7 @@ def forked(action, log):
 
 def told(action, *arguments, folder):
     """What `action(*arguments, path)` writes to a file in a process of its own."""
-    child = forked(partial(action, *arguments, folder / "told.json"), folder / "log")
-    log = child.wait()
-    assert child.code == 0, log
+    forked(partial(action, *arguments, folder / "told.json"), folder / "log").wait(0)
     return json.loads((folder / "told.json").read_text())
 
 

@@ -1,6 +1,7 @@
 """Checkpoints of every kind that is a source, made of one float checkpoint, and their values by plain arithmetic."""
 
 import json
+import re
 import shutil
 
 import gguf
@@ -9,17 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_llama import SHAPES
-from trials import Trial
+from trials import prepared
 
 from bench.fuzz import quantized_bases
 from bench.fuzz.dequantize import values_of as plain_values
 from quantkit.artifact import MANIFEST
-from quantkit.contracts.run import Run
-from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_source
-from quantkit.recipe import ConvertRecipe
 
 LAYERS = [f"model.layers.0.{name}.weight" for name in SHAPES]  # linear ones of a llama of one block
 Q8 = gguf.GGMLQuantizationType.Q8_0
@@ -29,10 +28,7 @@ def _rounded(method, bits, kind=None, **options):
     """What a method writes, without its manifest."""
 
     def make(model, folder):
-        folder.mkdir()
-        recipe = ConvertRecipe(model=str(model), method=method, bits=bits, format=kind, options=options)
-        trial = Trial(prepare(recipe), Run(folder))
-        trial.source.copy_side_files(folder)
+        trial = prepared(model, method, bits, folder, kind, **options)
         trial.check()
         trial.write()
 
@@ -59,6 +55,31 @@ def read_values(folder):
     """All tensors as quantkit reads them, float32."""
     source = open_source(str(folder))
     return {name: source.floats(name) for name in source.tensors}
+
+
+def decompressed(folder, layers=LAYERS):
+    """By layer the first scheme of the package compressed-tensors that names it, and the values by that."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    stored, found = QuantizationConfig.model_validate(quantization_of(folder)), {}
+    tensors = load_file(folder / "model.safetensors")
+    for name in layers:
+        module = name.removesuffix(".weight")
+        scheme = next(
+            group
+            for group in stored.config_groups.values()
+            if any(target == "Linear" or re.match(target.removeprefix("re:"), module) for target in group.targets)
+        )
+        compressor = BaseCompressor.get_value_from_registry(scheme.format or stored.format)
+        found[name] = scheme, compressor.decompress(parts_of(tensors, name), scheme)["weight"]
+    return found
+
+
+def parts_of(tensors, layer):
+    """What is stored of a layer, by the names of its parts."""
+    stem = layer.removesuffix("weight")
+    return {part.removeprefix(stem): tensor for part, tensor in tensors.items() if part.startswith(stem)}
 
 
 def refuse_source(folder, says, out):

@@ -7,17 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
-pytestmark = pytest.mark.usefixtures("here")
-
-
-@pytest.fixture(autouse=True)
-def hub_out_of_reach(monkeypatch):
-    """Nothing listens there, so the bundled sample serves."""
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+pytestmark = pytest.mark.usefixtures("here", "no_hub")
 
 
 def run(name, *arguments):

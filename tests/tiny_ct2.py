@@ -1,24 +1,22 @@
 """Tiny random checkpoints and their CTranslate2 artifacts, for the tests of the method and the engine."""
 
-from pathlib import Path
+import struct
 
 import torch
 import transformers
 from tiny_architectures import GROUPED
 from tiny_llama import trained
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trials import Trial
+from trials import prepared
 
 from quantkit.artifact import Artifact, Manifest, SourceEntry
-from quantkit.contracts.run import Run
-from quantkit.conversion.check import prepare
-from quantkit.recipe import ConvertRecipe
 
-STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260k"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<|endoftext|>"}
 VOCABULARY = 296  # a multiple of 8, as CTranslate2's OPT loader wants it
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3}
 SIZES = {**GROUPED, "num_hidden_layers": 2, "max_position_embeddings": 512, "vocab_size": VOCABULARY, **IDS}
+# By their numbers in `model.bin`; the engine has no seventh.
+KINDS = ("float32", "int8", "int16", "int32", "float16", "bfloat16", "unknown")
 GPT_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 FALCON = {"alibi": False, "bias": False}
 OLD_FALCON, NEW_FALCON = ({**FALCON, "new_decoder_architecture": new} for new in (False, True))
@@ -73,17 +71,20 @@ def save_checkpoint(folder, config, special=None, tokens=VOCABULARY):
     return folder
 
 
-def job_of(checkpoint, bits, folder):
-    """A trial that is not checked yet."""
-    return Trial(prepare(ConvertRecipe(method="ctranslate2", bits=bits, model=str(checkpoint))), Run(folder))
+def text(value):
+    """As `model.bin` has it, as everything else is that follows."""
+    return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"
+
+
+def variable(name, shape, kind, data, count=None):
+    count = len(data) if count is None else count
+    return text(name) + struct.pack(f"<B{len(shape)}IBI", len(shape), *shape, KINDS.index(kind), count) + data
 
 
 def convert(checkpoint, bits, folder):
     """What `quantkit.convert` does with the method, without the manifest."""
-    folder.mkdir()
-    trial = job_of(checkpoint, bits, folder)
+    trial = prepared(checkpoint, "ctranslate2", bits, folder)
     trial.check()
-    trial.source.copy_side_files(folder)
     trial.write()
     return trial
 

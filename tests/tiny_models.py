@@ -99,6 +99,14 @@ def succeeds(*arguments):
     return ended
 
 
+def fails(*arguments, says=""):
+    """Run a command that must end with code 1, and say so."""
+    ended = quantkit(*arguments)
+    assert ended.code == 1, ended
+    assert says in ended.err, ended.err
+    return ended
+
+
 def command_line(*arguments, **environment):
     """Run the command line in a process of its own."""
     return subprocess.run(

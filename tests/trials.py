@@ -9,6 +9,8 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.run import Run
 from quantkit.contracts.stored import open_stored, stored_values
+from quantkit.conversion.check import prepare
+from quantkit.recipe import ConvertRecipe
 
 
 @dataclass
@@ -40,13 +42,29 @@ class Trial:
         return self.job
 
     def write(self):
-        """Let the method write a checked job into the folder."""
+        """Let the method write a checked job into the folder, beside the side files."""
+        self.folder.mkdir(exist_ok=True)
+        self.source.copy_side_files(self.folder)
         self.job.method.write(self.job, self.run)
+
+
+def prepared(model, method, bits, folder, kind=None, **options):
+    """A trial that is not checked yet, of the format `kind`."""
+    recipe = ConvertRecipe(model=str(model), method=method, bits=bits, format=kind, options=options)
+    return Trial(prepare(recipe), Run(folder))
 
 
 def read_back(artifact):
     """All tensors of an artifact by name, as its format reads them."""
     return dict(stored_values(open_stored(artifact, find_format(artifact.manifest.format))))
+
+
+def read_all(kind, folder):
+    """Read every tensor of a folder of that format; its reader."""
+    reader = find_format(kind).open(folder, ("model.safetensors",), {})
+    for name in reader.names():
+        reader.read(name)
+    return reader
 
 
 def dense(stored):

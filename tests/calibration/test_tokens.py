@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-from gguf_files import save_tokenizer
-from tiny_models import SAMPLE, quantkit
+from gguf_files import saved_tokenizer
+from tiny_models import SAMPLE, fails, succeeds
 
 from quantkit import convert
 from quantkit.calibration.tokens import draw_tokens, seen_notes
 from quantkit.data.texts import Text, bundled_text, ids_of, load_text
 from quantkit.errors import TextError
 from quantkit.evaluation.protocols import cut
-from quantkit.models.config import load_tokenizer
 from quantkit.recipe import CalibrationSpec
 
 # A long head, as many models give one to every conversation.
@@ -22,10 +21,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return load_tokenizer(folder)
+    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 def drawn(tokenizer, text, sequences=8, length=512):
@@ -95,15 +91,12 @@ def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(ti
     spec = {"text": str(SAMPLE), "sequences": 32, "length": 128}
     convert(str(tiny_with(num_hidden_layers=1)), "gptq", "4", tmp_path / "out", calibration=spec)
     flags = ("--n-ctx", 128, "--limit", 8, "--threads", 1, "--no-divergence")
-    ended = quantkit("eval-ppl", tmp_path / "out", "--text", SAMPLE, *flags)
-    assert ended.code == 0, ended.err
+    ended = succeeds("eval-ppl", tmp_path / "out", "--text", SAMPLE, *flags)
     assert ended.out.count("note: calibrated on the text that judges it") == 1
 
 
 def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(tokenizer, tiny, tmp_path):
     for words in (("convert", tiny, "--method", "gptq", "--calibration-text"), ("eval-ppl", tiny, "--text")):
-        ended = quantkit(*words, "chat")
-        assert (ended.code, ended.out) == (1, "")
-        assert "has no chat template" in ended.err
+        assert fails(*words, "chat", says="has no chat template").out == ""
     with pytest.raises(TextError, match=r"the protocol papers changes the lines.*llama.cpp"):
         cut(bundled_text("chat", "evaluation"), tokenizer, "papers", 64)

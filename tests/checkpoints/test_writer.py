@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+from edits import flip
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_llama import plain_model
@@ -140,9 +141,7 @@ def cut_journal(folder):
 
 
 def flip_spool(folder):
-    data = bytearray((folder / SPOOL).read_bytes())
-    data[read_journal(folder)[0][1]["end"] - 1] ^= 1
-    (folder / SPOOL).write_bytes(data)
+    flip(folder / SPOOL, read_journal(folder)[0][1]["end"] - 1)
 
 
 @pytest.mark.parametrize("damage", [cut_journal, flip_spool])

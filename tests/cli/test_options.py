@@ -7,7 +7,7 @@ import pytest
 import typer
 from made_up_reports import sheet
 from pydantic import Field
-from tiny_models import quantkit
+from tiny_models import fails, quantkit
 from typer.testing import CliRunner
 
 from quantkit.cli.app import app
@@ -107,9 +107,7 @@ def test_an_existing_file_is_overwritten_only_if_its_suffix_is_the_results(tmp_p
         empty.touch()  # as mktemp makes it
         assert quantkit(*words, fine).code == quantkit(*words, empty).code == 0
         assert fine.read_bytes() == empty.read_bytes()
-        ended = quantkit(*words, other)
-        assert ended.code == 1
-        assert f"{other} exists, and only *{suffix} files are overwritten." in ended.err
+        fails(*words, other, says=f"{other} exists, and only *{suffix} files are overwritten.")
         assert other.read_text() == "mine"
 
 

@@ -80,9 +80,7 @@ def spoken(monkeypatch, *arguments):
 
 
 def test_a_conversion_into_a_log_is_one_line_a_step_and_libraries_add_nothing(tiny, tmp_path):
-    child = started(["convert", str(tiny), "--method", "nf4", "--out", str(tmp_path / "out")], tmp_path / "log")
-    child.wait()
-    assert child.code == 0
+    started(["convert", str(tiny), "--method", "nf4", "--out", str(tmp_path / "out")], tmp_path / "log").wait(0)
     log = (tmp_path / "log").read_text()
     assert all(LINE.fullmatch(line) for line in log.splitlines()), log
     assert "reading the artifact back: done, " in log

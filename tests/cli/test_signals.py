@@ -9,15 +9,12 @@ from functools import partial
 
 import pytest
 from killed import Ends, started
+from tiny_models import conversion_by
 
 from quantkit import verify
 from quantkit.checkpoints.spool import Spool
 from quantkit.cli import signals
 from quantkit.cli.signals import signals_that_end
-
-
-def convert_to(out, model):
-    return ["convert", str(model), "--method", "rtn", "--out", str(out)]
 
 
 def ignore():
@@ -27,8 +24,7 @@ def ignore():
 
 def test_an_interrupt_that_is_ignored_on_entry_stays_ignored(tiny, tmp_path):
     """As a shell has it for a command in the background."""
-    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", ignore)
-    assert (child.wait(), child.code) == ("", 0)
+    assert started(conversion_by("rtn", tiny, tmp_path / "out"), tmp_path / "log", ignore).wait(0) == ""
     verify(tmp_path / "out")
 
 
@@ -65,9 +61,7 @@ def swallowed(number):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("lost", [dropped, swallowed], ids=["by Python", "by a library"])
 def test_a_signal_that_is_lost_comes_again(lost, number, code, tiny, tmp_path):
-    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", partial(lost, number))
-    err = child.wait()
-    assert child.code == code, err
+    err = started(conversion_by("gptq", tiny, tmp_path / "out"), tmp_path / "log", partial(lost, number)).wait(code)
     assert err.replace("Aborted.\n", "").strip() == ""
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 

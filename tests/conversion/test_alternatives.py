@@ -65,12 +65,6 @@ def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(a
         check(folder, "gguf")
 
 
-def test_nf4_refuses_experts(architecture, tmp_path):
-    says = r"of 'mixtral' \(not .*stacked.*awq:4, fp8:8, gguf:Q4_K_M, gptq:4, int8:8"
-    with pytest.raises(UnsupportedError, match=says):
-        checking.check(job_of(architecture("mixtral"), "nf4"), tmp_path / "out")
-
-
 def refused_by_vllm(folder, **options):
     return [note for note in job_for(folder, "gptq", **options).notes if "would refuse" in note]
 

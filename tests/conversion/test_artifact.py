@@ -47,15 +47,6 @@ def test_an_interrupted_replacement_keeps_the_old_artifact(error, tiny, copy, mo
     verify(copy)
 
 
-def test_a_signal_in_mid_calibration_ends_cleanly(tiny, tmp_path):
-    ends = Ends(Spool, "finish_block", number=signal.SIGTERM)
-    child = started(conversion_by("gptq", tiny, tmp_path / "out"), tmp_path / "log", ends)
-    err = child.wait()
-    assert child.code == 143
-    assert "Traceback" not in err
-    assert [path.name for path in tmp_path.iterdir()] == ["log"]
-
-
 def test_what_a_killed_process_left_is_cleared_and_a_living_one_is_respected(tiny, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     stops = Ends(Spool, "finish_block", number=signal.SIGSTOP)

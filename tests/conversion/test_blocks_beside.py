@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from engine_logits import logits_by
+from engine_logits import TWO_TEXTS, logits_by, logits_of
 from gguf_files import slow_but
 from safetensors.torch import load_file
 from tiny_architectures import whole_model
@@ -16,8 +16,6 @@ from quantkit.calibration.walk import walk
 from quantkit.conversion.verify import verify
 
 KINDS = ["gemma3n", "gemma4"]
-IDS = torch.arange(40).reshape(2, 20) * 7 % 300
-
 LEARNED = {"group_size": 32, "refine": True, "refine_steps": 3, "tune_steps": 2}
 QUICK = [
     ("gemma4", "int8", "8", {}), ("gemma4", "rtn", "4", {}), ("gemma3n", "nf4", "4", {}),
@@ -36,13 +34,12 @@ def test_methods_give_what_transformers_computes(name, method, bits, options, ar
     """Our reader, as the whole model, and transformers with the values that are read back."""
     made = converted(architecture(name), tmp_path / "out", method, bits, **options)
     theirs = whole_model(architecture(name))
-    with torch.no_grad():
-        before = theirs(input_ids=IDS).logits
-        values = {key: dense(value).float() for key, value in read_back(made).items()}
-        assert not theirs.load_state_dict(values, strict=False).unexpected_keys
-        theirs.tie_weights()
-        want = theirs(input_ids=IDS).logits
-    got = logits_by("reference", made, IDS, dtype="float32")
+    before = logits_of(theirs, TWO_TEXTS)
+    values = {key: dense(value).float() for key, value in read_back(made).items()}
+    assert not theirs.load_state_dict(values, strict=False).unexpected_keys
+    theirs.tie_weights()
+    want = logits_of(theirs, TWO_TEXTS)
+    got = logits_by("reference", made, TWO_TEXTS, dtype="float32")
     tolerance = {"fp8": 0.3, "int8": 0.3}.get(method, 1e-4)  # our reader rounds inputs, too, as engines do
     assert (got - want).square().mean().sqrt() < tolerance * want.std()
     far = 1.0 if bits == "4" else 0.5 if method == "fp8" else 0.1

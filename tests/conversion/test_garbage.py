@@ -5,11 +5,8 @@ import gc
 import pytest
 import torch
 from gguf_files import slow_but
-from tiny_models import SAMPLE
+from tiny_llama import converted
 
-from quantkit import convert
-
-CALIBRATION = {"text": str(SAMPLE), "sequences": 16, "length": 64}
 REFINED = {"refine": True, "refine_steps": 2, "tune_steps": 2}
 CASES = {
     "gptq": ("gptq", 4, {}),
@@ -43,5 +40,5 @@ def left():
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_no_tensor_waits_for_the_garbage_collector(case, tiny_llama, tmp_path, left):
     method, bits, options = CASES[case]
-    convert(str(tiny_llama), method, bits, out=tmp_path / "out", calibration=CALIBRATION, **options)
+    converted(tiny_llama, tmp_path / "out", method, bits, **options)
     assert [tuple(tensor.shape) for tensor in left()] == []

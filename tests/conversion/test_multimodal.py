@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from edits import edit_tensors
-from engine_logits import logits_by
+from engine_logits import logits_by, logits_of
 from gguf_files import slow_but
 from safetensors.torch import load_file, save_file
 from tiny_adapters import ALPHA, RANK, low_rank, save_adapter
@@ -77,8 +77,7 @@ def whole_logits(folder):
     assert type(model).__name__.endswith("ForConditionalGeneration")
     assert not about["missing_keys"]
     assert not about["unexpected_keys"]
-    with torch.inference_mode():
-        return model(input_ids=torch.from_numpy(IDS)).logits.float().numpy()
+    return logits_of(model, IDS).float().numpy()
 
 
 @pytest.mark.parametrize("model", slow_but(["qwen2_vl"], MULTIMODAL | FURTHER))
@@ -279,8 +278,7 @@ def test_layers_beyond_the_model_are_kept(name, method, kind, sources, tmp_path)
 def test_an_artifact_that_keeps_them_computes_the_same_and_is_a_source_again(sources, tmp_path):
     source = sources["qwen3_next"]
     folder = convert(str(source), "float", "float32", out=tmp_path / "out").folder
-    with torch.inference_mode():
-        want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits.numpy()
+    want = logits_of(whole_model(folder), IDS).numpy()
     np.testing.assert_allclose(logits(folder, "reference"), want, atol=1e-4)
     first = convert(str(source), "rtn", out=tmp_path / "first").folder
     again = convert(str(first), "keep", 4, format="compressed-tensors", out=tmp_path / "again")

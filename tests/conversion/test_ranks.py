@@ -12,7 +12,7 @@ import pytest
 import torch
 from edits import contents
 from killed import Ends, nothing, started, when_stopped
-from tiny_models import SAMPLE, quantkit
+from tiny_models import SAMPLE, fails
 from torch.distributed import TCPStore
 
 from quantkit.artifact import open_artifact
@@ -229,9 +229,7 @@ def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     assert group.told() == group.Place(1, 2, 1, 2)
     monkeypatch.setenv("RANK", "0")
-    evaluated = quantkit("eval-ppl", "demo")
-    assert evaluated.code == 1
-    assert "2 processes cannot share this: only the command convert" in evaluated.err
+    fails("eval-ppl", "demo", says="2 processes cannot share this: only the command convert")
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(RecipeError, match="RANK=2, WORLD_SIZE=2"):
         group.told()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from edits import contents, put
 from killed import Ends, started
-from tiny_models import conversion_by, quantkit
+from tiny_models import conversion_by, succeeds
 
 from quantkit import convert, verify
 from quantkit.artifact import MANIFEST
@@ -35,19 +35,6 @@ def model(tiny_with):
 def whole_of(model, artifact_of):
     """The files of the uninterrupted artifact of a method."""
     return lambda method: contents(artifact_of(method, model=model).folder)
-
-
-def done(arguments):
-    """Run to the end; return what was told on standard error."""
-    ended = quantkit(*arguments)
-    assert ended.code == 0, ended.err
-    return ended.err
-
-
-def killed(arguments, log, point):
-    child = started(arguments, log, point)
-    stderr = child.wait()
-    assert child.code == -signal.SIGKILL, stderr
 
 
 POINTS = {
@@ -80,11 +67,11 @@ def test_a_kill_at_a_chosen_point(point, method, model, whole_of, tmp_path):
     blocks, ends = POINTS[point]
     if point == "in the middle of the fourth block":
         ends = dataclasses.replace(ends, calls=3 * STORED[method] + 9)
-    killed(conversion_by(method, model, out), tmp_path / "log", ends)
+    started(conversion_by(method, model, out), tmp_path / "log", ends).wait(-signal.SIGKILL)
     if point != "after the rename":
         assert not out.exists()
         assert len(read_journal(partial)[0]) == blocks
-        stderr = done(conversion_by(method, model, out))
+        stderr = succeeds(*conversion_by(method, model, out)).err
         if point in ("after the manifest", "when the spool is removed"):
             assert stderr == f"the artifact in {partial} is whole already\n"
         elif blocks:
@@ -121,12 +108,10 @@ def test_random_kills(method, seed, model, whole_of, tmp_path):
 def test_an_interrupted_conversion_says_how_to_go_on(number, code, model, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     ends = Ends(Spool, "finish_block", 2, after=True, number=number)
-    child = started(conversion_by("rtn", model, out), tmp_path / "log", ends)
-    stderr = child.wait()
-    assert child.code == code
+    stderr = started(conversion_by("rtn", model, out), tmp_path / "log", ends).wait(code)
     assert "Traceback" not in stderr
     assert f"3 finished decoder blocks kept in {partial}. The same command goes on from there" in stderr
-    assert "going on after 3" in done(conversion_by("rtn", model, out))
+    assert "going on after 3" in succeeds(*conversion_by("rtn", model, out)).err
     verify(out)
 
 
@@ -134,7 +119,8 @@ def test_an_interrupted_conversion_says_how_to_go_on(number, code, model, tmp_pa
 def stopped(model, tmp_path_factory):
     """The staging folder of an RTN conversion that was killed after its third block."""
     folder = tmp_path_factory.mktemp("stopped")
-    killed(conversion_by("rtn", model, folder / "out"), folder / "log", POINTS["after the third block is noted"][1])
+    _, ends = POINTS["after the third block is noted"]
+    started(conversion_by("rtn", model, folder / "out"), folder / "log", ends).wait(-signal.SIGKILL)
     return folder / "out.partial"
 
 
@@ -199,22 +185,24 @@ def test_a_damaged_work_folder_gives_the_same_artifact(damage, blocks, partial, 
     rounded, whole = [], whole_of("rtn")
     before = rtn.round_layer
     monkeypatch.setattr(rtn, "round_layer", lambda *given: rounded.append(given) or before(*given))
-    done(conversion_by("rtn", model, partial.with_name("out")))
+    succeeds(*conversion_by("rtn", model, partial.with_name("out")))
     assert contents(partial.with_name("out")) == whole
     assert len(rounded) == (BLOCKS - blocks) * 7
 
 
 def test_a_whole_artifact_with_a_damaged_file_is_not_renamed(model, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    killed(conversion_by("rtn", model, out), tmp_path / "log", POINTS["after the manifest"][1])
+    _, ends = POINTS["after the manifest"]
+    started(conversion_by("rtn", model, out), tmp_path / "log", ends).wait(-signal.SIGKILL)
     damage_end(partial / "model.safetensors")
-    assert done(conversion_by("rtn", model, out)) == f"going on after {BLOCKS} finished decoder blocks in {partial}\n"
+    told = succeeds(*conversion_by("rtn", model, out)).err
+    assert told == f"going on after {BLOCKS} finished decoder blocks in {partial}\n"
     verify(out)
 
 
 def test_another_conversion_clears_the_work_and_says_so(partial, model):
     out = partial.with_name("out")
-    assert done([*conversion_by("rtn", model, out), "--bits", "8"]).startswith(
+    assert succeeds(*conversion_by("rtn", model, out), "--bits", "8").err.startswith(
         f"3 finished decoder blocks in {partial} belong to another conversion (differing in recipe) and are removed\n"
     )
     assert verify(out).manifest.recipe.bits == "8"

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from edits import edit_json, edit_tensors, put
+from edits import edit_json, edit_tensors, put, rehash
 from tiny_models import CALIBRATION
 
 from quantkit import convert, open_artifact, verify
@@ -22,7 +22,6 @@ from quantkit.errors import ArtifactError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.gguf.header import BOOL, read_header
 from quantkit.progress import Progress
-from quantkit.system.files import sha256_of
 
 METHODS = {
     "rtn": "4", "gptq": "4", "awq": "4", "nf4": "4", "gguf": "Q4_K_M", "ctranslate2": "int8", "float": "float16"
@@ -34,19 +33,6 @@ NORM, EMBEDDING = "model.layers.1.input_layernorm.weight", "model.embed_tokens.w
 @pytest.fixture
 def copied(artifact_of, tmp_path):
     return lambda method: Path(shutil.copytree(artifact_of(method, METHODS[method]).folder, tmp_path / "out"))
-
-
-def rehash(folder):
-    """Make the manifest fit the files' bytes again, as someone would who wants to be believed."""
-
-    def change(values):
-        for name in values["files"]:
-            path = folder / name
-            values["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        values["weight_bytes"] = sum(values["files"][name]["bytes"] for name in values["weight_files"])
-        values["bits_per_weight"] = 8 * values["weight_bytes"] / values["source"]["parameters"]
-
-    edit_json(folder / MANIFEST, change)
 
 
 def refused(folder, says):
@@ -283,7 +269,6 @@ OUTPUT = "model.layers.0.self_attn.o_proj"
 
 
 def in_tensor(name):
-    """Puts a value into one tensor of the safetensors file."""
     return lambda folder, value: edit_tensors(folder, changed(name, first(value)))
 
 

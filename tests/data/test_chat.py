@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from gguf_files import save_tokenizer
+from gguf_files import saved_tokenizer
 
 from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
 from quantkit.data.texts import Text, encode, ids_of, load_text
 from quantkit.errors import TextError
-from quantkit.models.config import load_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}"
@@ -17,23 +16,15 @@ TEMPLATE = (
 ASKED = Conversation((("user", "the bath"), ("assistant", "a hat")))
 
 
-def tokenizer_with(template, folder):
-    folder.mkdir(exist_ok=True)
-    save_tokenizer(folder)
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    return load_tokenizer(folder)
-
-
 def test_special_tokens_come_from_the_template_alone(tmp_path):
-    tokenizer = tokenizer_with(TEMPLATE, tmp_path)
+    tokenizer = saved_tokenizer(tmp_path, TEMPLATE)
     assert render(tokenizer, ASKED) == "<s>[user]the bath</s>[assistant]a hat</s>"
     ids = ids_of(tokenizer, Text("two", "", parts=(ASKED, ASKED))).tolist()
     messages = [{"role": role, "content": content} for role, content in ASKED.messages]
     once = tokenizer.apply_chat_template(messages, return_dict=False)
     assert ids[: len(once)] == once
     assert (once[0], ids.count(1), once.count(2)) == (1, 2, 2)
-    without = tokenizer_with(TEMPLATE.removeprefix("{{ bos_token }}"), tmp_path / "without")
+    without = saved_tokenizer(tmp_path / "without", TEMPLATE.removeprefix("{{ bos_token }}"))
     assert encode(without, "a")[0] == 1
     assert 1 not in ids_of(without, Text("two", "", parts=(ASKED, ASKED)))
     # Plain texts are read as they are.
@@ -51,7 +42,7 @@ def test_special_tokens_come_from_the_template_alone(tmp_path):
 )
 def test_whatever_a_template_raises_is_one_error(template, says, tmp_path):
     with pytest.raises(TextError, match="the model's chat template cannot write a conversation of the text") as told:
-        render(tokenizer_with(template, tmp_path), ASKED)
+        render(saved_tokenizer(tmp_path, template), ASKED)
     assert says in str(told.value)
 
 
@@ -60,7 +51,7 @@ def test_a_text_has_the_same_tokens_on_every_day(tmp_path):
         template = (
             "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}" + template
         )
-        assert render(tokenizer_with(template, tmp_path / str(number)), ASKED) == "Today is 26 Jul 2024."
+        assert render(saved_tokenizer(tmp_path / str(number), template), ASKED) == "Today is 26 Jul 2024."
 
 
 def test_what_a_bundled_file_says_is_read_and_written_alike():

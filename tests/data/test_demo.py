@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quantkit.data.demo import FOLDER, WHEEL, leave_grid, load_dequantized
+from quantkit.data.demo import WHEEL, leave_grid, load_dequantized
 from quantkit.errors import SourceError
 from quantkit.formats.source import open_source
-from quantkit.system.cache import cache_folder
 
 BLOCK = 32  # columns that share a grid of 16 levels in a Q4_1 file
 
@@ -43,10 +42,8 @@ def test_a_package_with_something_else_is_told(tmp_path):
         load_dequantized(tmp_path / "model.gguf")
 
 
-def test_its_weights_lie_on_no_grid():
+def test_its_weights_lie_on_no_grid(cached_demo):
     """Sixteen levels for each 32 columns have at most 16 values there, rounded to bfloat16 or not."""
-    if not (cache_folder() / FOLDER / "config.json").is_file():
-        pytest.skip("the demo model is not in the cache; `make demo` fetches it")
     source = open_source("demo")
     for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.up_proj", "mlp.gate_proj"):
         blocks = source.tensor(f"model.layers.3.{name}.weight").reshape(-1, BLOCK)[:500]

@@ -22,10 +22,8 @@ def test_the_parts_of_the_sample_are_apart_and_in_their_places():
     assert calibration.content.removesuffix(kinds) + evaluation.content == articles
 
 
-def test_without_a_hub_the_sample_is_taken(monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+@pytest.mark.usefixtures("no_hub")
+def test_without_a_hub_the_sample_is_taken():
     assert load_text(None, "calibration") == sample_text("calibration")
     assert load_text(None, "evaluation") == sample_text("evaluation")
 

@@ -39,8 +39,7 @@ def other(tiny, tmp_path_factory):
     return changed_copy(tiny, tmp_path_factory.mktemp("models") / "other", change)
 
 
-def test_another_source_than_the_artifact_was_made_from_is_refused(gguf, tiny, other, tmp_path, monkeypatch):
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def test_another_source_than_the_artifact_was_made_from_is_refused(gguf, tiny, other, tmp_path, new_cache):
     settings = {key: value for key, value in EVALUATION.items() if key != "threads"}
     for judge in (evaluate, cross_check):
         with pytest.raises(ArtifactError, match=r"model\.safetensors has the sha256"):

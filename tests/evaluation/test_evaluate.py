@@ -126,9 +126,8 @@ def test_an_error_of_the_child_keeps_its_kind(artifact_of):
 def edit(artifact, folder, name, change):
     """A copy whose file was changed, and whose manifest has the new hash."""
     shutil.copytree(artifact.folder, folder)
-    path = folder / name
-    path.write_bytes(change(path.read_bytes()))
-    rehash(path)
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    rehash(folder)
     return open_artifact(folder)
 
 

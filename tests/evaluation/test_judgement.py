@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from made_up_reports import BASELINE
 from tiny_models import EVALUATION, SAMPLE
 
@@ -196,7 +195,7 @@ def test_a_report_carries_the_fingerprint_of_its_judgement(gguf, tiny, text):
     assert again.fingerprint(None) != report.fingerprint
 
 
-def test_without_a_text_the_part_for_evaluation_is_judged(gguf, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+@pytest.mark.usefixtures("no_hub")
+def test_without_a_text_the_part_for_evaluation_is_judged(gguf):
     report = evaluate(gguf, ("size",), **EVALUATION | {"text": None})
     assert report.text.name == "quantkit's bundled sample, evaluation part"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, quantkit, succeeds
+from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, fails, succeeds
 
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
@@ -13,30 +13,19 @@ from quantkit.evaluation.baseline import BaselineFiles
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, prepare
 from quantkit.evaluation.forecast import memory
-from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec
 from quantkit.sweep.compare import compare
 from quantkit.system.memory import GROWTH
 
+pytestmark = pytest.mark.usefixtures("new_cache")
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def deep(tiny_with):
     """A model most of whose weights lie in its many blocks."""
     return tiny_with(num_hidden_layers=40)
-
-
-@pytest.fixture(scope="module")
-def windows(tiny):
-    return cut(load_text(str(SAMPLE), "evaluation"), open_model(str(tiny)).tokenizer(), "llama.cpp", 32, 6)
 
 
 def figures(report):
@@ -92,13 +81,12 @@ def test_a_walk_that_is_asked_for_has_the_whole_models_figures(gguf, tiny):
     assert walked.fingerprint != whole.fingerprint
 
 
-def test_what_fits_in_no_way_is_refused_before_any_work(deep, tiny, cache):
+def test_what_fits_in_no_way_is_refused_before_any_work(deep, tiny, new_cache):
     with pytest.raises(ResourceError, match=r"block by block with reference would need .* for the process, .* free\."):
         evaluate(str(deep), **QUICK, max_memory_gb=0.01)
-    ended = quantkit("eval-ppl", tiny, *EVALUATION_FLAGS, "--max-memory-gb", 0.01)
-    assert ended.code == 1
+    ended = fails("eval-ppl", tiny, *EVALUATION_FLAGS, "--max-memory-gb", 0.01)
     assert len(ended.err.splitlines()) == 1
-    assert not cache.exists()
+    assert not new_cache.exists()
 
 
 def test_an_engine_that_was_named_is_not_replaced(deep, windows):
@@ -154,7 +142,7 @@ def test_a_walk_takes_the_sum_of_what_it_holds_at_once(made, waves, source_head,
         }
 
 
-def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep, cache, tmp_path):
+def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep, new_cache, tmp_path):
     path = tmp_path / "forecast.json"
     ended = succeeds("eval-ppl", deep, *EVALUATION_FLAGS, "--walk", "--dry-run", "--json", path)
     values = json.loads(path.read_text())
@@ -166,7 +154,7 @@ def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep, cache, tmp_path
     positions = 2 * 31
     assert values["disk_bytes"] == positions * (32 + 2 * 128)
     assert "block by block in reference" in ended.out
-    assert not list(cache.rglob("*.f16"))
+    assert not list(new_cache.rglob("*.f16"))
 
 
 def test_a_comparison_is_refused_before_its_first_conversion(deep, tmp_path, monkeypatch):

@@ -91,9 +91,7 @@ def evaluate_with_the_harness(model, tasks, out):
 
 
 def test_figures_equal_the_harness_s_own(tiny, tasks, tmp_path):
-    child = forked(partial(evaluate_with_the_harness, tiny, tasks, tmp_path / "foreign.json"), tmp_path / "log")
-    told = child.wait()
-    assert child.code == 0, told
+    forked(partial(evaluate_with_the_harness, tiny, tasks, tmp_path / "foreign.json"), tmp_path / "log").wait(0)
     foreign = json.loads((tmp_path / "foreign.json").read_text())
     report = evaluate_tasks(str(tiny), list(TASKS), include=tasks, n_ctx=CONTEXT, dtype="float32")
     assert set(report.results) == set(TASKS)

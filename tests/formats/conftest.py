@@ -13,7 +13,6 @@ def made(artifact_of, one_block):
 
 
 @pytest.fixture
-def any_tokenizer(monkeypatch, tmp_path):
+def any_tokenizer(monkeypatch, new_cache):
     """Tiny models of every architecture, whose measurements are not kept beyond a test."""
     take_any_tokenizer(monkeypatch)
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))

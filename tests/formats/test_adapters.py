@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from engine_logits import logits_of
 from safetensors.torch import load_file
 from tiny_adapters import ALPHA, RANK, low_rank, save_adapter
 from tiny_architectures import save_architecture
@@ -76,11 +77,6 @@ TRAINED = [
 NOT_ITS_MERGE = (["q_proj", "embed_tokens"], ["lm_head"], ["wte", "wpe"])
 
 
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(IDS).logits
-
-
 @pytest.mark.parametrize(("name", "settings"), TRAINED, ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_values_equal_pefts_own_merge_to_the_last_bit(name, settings, models, tmp_path, request):
@@ -104,9 +100,10 @@ def test_values_equal_pefts_own_merge_to_the_last_bit(name, settings, models, tm
     trained.save_pretrained(tmp_path / "adapter")
 
     beside = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter")
-    expected = logits(beside)
+    expected = logits_of(beside, IDS)
     source = open_source(str(folder), None, [tmp_path / "adapter"])
-    torch.testing.assert_close(logits(load_whole(source, dtype="float32")[0]), expected, rtol=1e-4, atol=1e-3)
+    whole, _ = load_whole(source, dtype="float32")
+    torch.testing.assert_close(logits_of(whole, IDS), expected, rtol=1e-4, atol=1e-3)
 
     theirs = beside.merge_and_unload().state_dict()
     skeleton = open_skeleton(source.config)

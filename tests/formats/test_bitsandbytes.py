@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from engine_logits import logits_by
+from engine_logits import TWO_TEXTS, logits_by, logits_of
 from gguf_files import slow_but
 from quantized_folders import LAYERS, refuse_source
 from safetensors.torch import load_file
@@ -28,7 +28,6 @@ from quantkit.recipe import EngineSpec
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is the reference of these tests")
 
-IDS = torch.arange(40).reshape(2, 20) * 7 % 300
 # By architecture the layers of 4 bits, for one of each kind: dense, transposed, experts by their published names,
 # stacked ones with biases, renamed stacks, a shared expert beside a plain gate, experts that transformers unstacks.
 KINDS = {
@@ -48,8 +47,7 @@ def in_transformers(folder):
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):  # is dequantized, so that nothing but its values is rounded
             module.support_avx512bf16_for_cpu = False
-    with torch.no_grad():
-        return model, model.eval()(input_ids=IDS).logits
+    return model, logits_of(model, TWO_TEXTS)
 
 
 @pytest.mark.parametrize("name", slow_but(KINDS.keys() - {"llama", "gpt_oss", "mixtral"}, KINDS))
@@ -60,13 +58,13 @@ def test_transformers_loads_it_and_computes_what_our_reader_does(name, tmp_path)
     model, logits = in_transformers(artifact.folder)
     held = [path for path, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
     assert len(held) == artifact.manifest.tensor_types["nf4"] == KINDS[name]
-    want = logits_by("reference", artifact, IDS, dtype="float32")
+    want = logits_by("reference", artifact, TWO_TEXTS, dtype="float32")
     assert (logits - want).abs().max() < 1e-4 * want.abs().max()
 
 
 def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(architecture, tmp_path):
     folder = architecture("mixtral")
-    told = r"12 of 48 linear layers of 'mixtral' \(not .*experts.*stacked"
+    told = r"12 of 48 linear layers of 'mixtral' \(not .*experts.*stacked.*awq:4, fp8:8, gguf:Q4_K_M, gptq:4, int8:8"
     with pytest.raises(UnsupportedError, match=told) as refusal:
         converted(folder, tmp_path / "out", "nf4")
     with pytest.raises(UnsupportedError, match=r"no layer of 'falcon' .*keeps in a FalconLinear"):
@@ -90,7 +88,7 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(tiny_w
     [told] = [note for note in odd.manifest.notes if "on cards only" in note]
     assert told.startswith("3 of 7 quantized layers, such as ")
     assert "gate_proj.weight (172 x 128 weights)" in told
-    assert logits_by("reference", odd, IDS, dtype="float32").isfinite().all()
+    assert logits_by("reference", odd, TWO_TEXTS, dtype="float32").isfinite().all()
     if has_bfloat16_units():
         with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
             find_engine("transformers").load(Model(odd, None), LoadSpec(threads=1, n_ctx=64))
@@ -106,7 +104,6 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def saved(one_block, once):
-    """What transformers saves, each kind once."""
     return lambda kind: once(
         f"by-transformers-{kind}", lambda folder: save_with_transformers(one_block, folder, SETTINGS[kind])
     )

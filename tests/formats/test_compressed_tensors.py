@@ -1,15 +1,13 @@
 """compressed-tensors, held against the package of that name, and transformers with it: packed codes, scaled values."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from engine_logits import logits_by
-from quantized_folders import LAYERS, foreign, read_values
+from quantized_folders import LAYERS, foreign, parts_of, read_values
 from safetensors.torch import load_file
 from tiny_models import save_tiny
-from trials import dense, dense_values, read_back
+from trials import dense, dense_values, read_all, read_back
 
 from quantkit import convert, verify
 from quantkit.artifact import open_artifact
@@ -18,6 +16,7 @@ from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import InputRounding, ScaledWeight
@@ -65,27 +64,14 @@ def artifacts(artifact_of, one_block):
     return get
 
 
-def config_of(artifact):
-    return json.loads((artifact.folder / "config.json").read_text())["quantization_config"]
-
-
-def load_all(artifact):
-    return load_file(artifact.folder / "model.safetensors")
-
-
 def of_the_package(artifact):
     """What the package makes of an artifact: its settings, its one scheme, and its compressor."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    stored = QuantizationConfig.model_validate(config_of(artifact))
+    stored = QuantizationConfig.model_validate(quantization_of(artifact.folder))
     (scheme,) = stored.config_groups.values()
     return stored, scheme, BaseCompressor.get_value_from_registry(stored.format)
-
-
-def parts_of(tensors, layer):
-    stem = layer.removesuffix("weight")
-    return {part.removeprefix(stem): tensor for part, tensor in tensors.items() if part.startswith(stem)}
 
 
 @pytest.mark.parametrize("name", [*PACKED, *SCALED])
@@ -94,7 +80,7 @@ def test_the_package_reads_what_we_read_and_understands_the_config(name, artifac
 
     artifact = artifacts(name)
     stored, scheme, compressor = of_the_package(artifact)
-    tensors, ours = load_all(artifact), read_back(artifact)
+    tensors, ours = load_file(artifact.folder / "model.safetensors"), read_back(artifact)
     for layer in LAYERS:
         theirs, value = compressor.decompress(parts_of(tensors, layer), scheme)["weight"], ours[layer]
         if isinstance(value, GroupedWeight):  # it multiplies in float16, the type of the scales
@@ -105,7 +91,8 @@ def test_the_package_reads_what_we_read_and_understands_the_config(name, artifac
     assert tensors["model.norm.weight"].dtype == theirs.dtype
     assert verify(artifact) == open_artifact(artifact.folder)
     layout = SCALED[name][4] if name in SCALED else "pack-quantized"
-    assert (artifact.manifest.format, config_of(artifact)["quant_method"], stored.format) == (KIND, KIND, layout)
+    assert artifact.manifest.format == quantization_of(artifact.folder)["quant_method"] == KIND
+    assert stored.format == layout
     assert (stored.quantization_status.value, stored.ignore) == ("compressed", ["lm_head"])
     if name in SCALED:
         want = preset_name_to_scheme(SCALED[name][3], ["Linear"])
@@ -126,7 +113,8 @@ def test_plain_4_bit_floats_are_the_packages_own(name, artifacts, one_block):
     from compressed_tensors.quantization.utils import calculate_qparams
 
     _, scheme, compressor = of_the_package(artifacts(name))
-    source, ours, read = open_source(str(one_block)), load_all(artifacts(name)), read_back(artifacts(name))
+    source, read = open_source(str(one_block)), read_back(artifacts(name))
+    ours = load_file(artifacts(name).folder / "model.safetensors")
     for layer in LAYERS:
         stem, weight = layer.removesuffix("weight"), source.tensor(layer).float()
         groups = weight.unflatten(-1, (-1, scheme.weights.group_size))
@@ -142,7 +130,7 @@ def test_plain_4_bit_floats_are_the_packages_own(name, artifacts, one_block):
 
 
 def test_layers_that_engines_fuse_have_one_divisor(artifacts, tiny):
-    source, tensors = open_source(str(tiny)), load_all(artifacts("plain nvfp4", tiny))
+    source, tensors = open_source(str(tiny)), load_file(artifacts("plain nvfp4", tiny).folder / "model.safetensors")
     for block in range(3):
         found = {float(v) for key, v in tensors.items() if f".{block}." in key and key.endswith("global_scale")}
         layers = [name.replace(".0.", f".{block}.") for name in LAYERS]
@@ -183,7 +171,7 @@ def test_transformers_computes_what_we_compute(case, name, artifacts, architectu
 def test_engines_that_cannot_take_an_artifact_are_told(artifacts, architecture):
     refused = {"3": {"vllm"}, "4": set(), "8 zeros": {"transformers"}, "fp8": set(), "int8": set(), "nvfp4": {"vllm"}}
     for name, engines in refused.items():
-        assert set(find_format(KIND).refusals(config_of(artifacts(name)))) == engines, name
+        assert set(find_format(KIND).refusals(quantization_of(artifacts(name).folder))) == engines, name
     for name, engine, says in (
         ("awq 4", "transformers", "transformers does not load packed zero points"),
         ("nvfp4", "vllm", "computes 4-bit floats on cards only"),
@@ -229,7 +217,7 @@ def test_columns_that_fill_no_words_and_rows_that_fill_no_blocks_are_stored(tmp_
     layer = read_back(artifact)["model.layers.0.mlp.down_proj.weight"]
     assert layer.shape[1] == 172
     _, scheme, compressor = of_the_package(artifact)
-    parts = parts_of(load_all(artifact), "model.layers.0.mlp.down_proj.weight")
+    parts = parts_of(load_file(artifact.folder / "model.safetensors"), "model.layers.0.mlp.down_proj.weight")
     assert parts["weight_packed"].shape[1] == 17  # 516 bits
     assert torch.equal(compressor.decompress(parts, scheme)["weight"], layer.dense().half())
     artifact = convert(str(model), "fp8", "8", tmp_path / "fp8")
@@ -295,12 +283,6 @@ def test_what_other_tools_write_is_read(name, change, artifacts, tmp_path):
         assert np.array_equal(want.float().numpy(), values[key]), key
 
 
-def read_all(folder):
-    reader = find_format(KIND).open(folder, ("model.safetensors",), {})
-    for name in reader.names():
-        reader.read(name)
-
-
 def spoiled(tensor, at):
     tensor = tensor.clone()
     tensor.view(torch.uint8 if tensor.itemsize == 1 else tensor.dtype)[0, 0] = at
@@ -332,7 +314,7 @@ def part(name, change):
 def test_what_does_not_belong_together_is_found_in_artifacts_and_sources(name, change, artifacts, tmp_path):
     folder = foreign(artifacts(name), tmp_path / "out", change)
     with pytest.raises(ArtifactError):
-        read_all(folder)
+        read_all(KIND, folder)
     with pytest.raises(QuantkitError):
         convert(str(folder), "rtn", "8", tmp_path / "made")
 
@@ -355,4 +337,4 @@ def stored_in_float32(_, tensors):
 )
 def test_artifacts_are_held_against_what_we_write(name, change, says, artifacts, tmp_path):
     with pytest.raises(ArtifactError, match=says):
-        read_all(foreign(artifacts(name), tmp_path / "out", change))
+        read_all(KIND, foreign(artifacts(name), tmp_path / "out", change))

@@ -1,12 +1,11 @@
 """compressed-tensors with several groups of layers as a source."""
 
 import json
-import re
 
 import numpy as np
 import pytest
 import torch
-from quantized_folders import LAYERS, change_folder, foreign, refuse_source
+from quantized_folders import LAYERS, change_folder, decompressed, foreign, refuse_source
 from safetensors.torch import load_file
 from trials import dense_values
 
@@ -104,31 +103,11 @@ def of_every_kind(model, codes, folder, change=nothing):
     return change_folder(folder, mix)
 
 
-def as_the_package_reads(folder):
-    """Every layer decompressed by the package, in the first group that names it."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
-    groups = QuantizationConfig.model_validate(settings).config_groups.values()
-    tensors, values = load_file(folder / "model.safetensors"), {}
-    for name in LAYERS:
-        stem = name.removesuffix("weight")
-        scheme = next(
-            group
-            for group in groups
-            if any(t == "Linear" or re.match(t.removeprefix("re:"), stem.removesuffix(".")) for t in group.targets)
-        )
-        parts = {part.removeprefix(stem): tensor for part, tensor in tensors.items() if part.startswith(stem)}
-        values[name] = BaseCompressor.get_value_from_registry(scheme.format).decompress(parts, scheme)["weight"]
-    return values
-
-
 def test_layers_of_every_kind_are_read_as_the_package_reads_them(one_block, parts, tmp_path):
     pytest.importorskip("compressed_tensors")
     folder = of_every_kind(one_block, parts["4"], tmp_path / "mixed")
     source, plain = open_source(str(folder)), open_source(str(one_block))
-    for name, value in as_the_package_reads(folder).items():
+    for name, (_, value) in decompressed(folder).items():
         assert torch.equal(torch.from_numpy(source.floats(name)).to(value.dtype), value), name
     assert source.tensors.keys() == plain.tensors.keys()
     for name in source.tensors.keys() - set(LAYERS):

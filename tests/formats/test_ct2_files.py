@@ -12,14 +12,15 @@ import torch
 from ctranslate2.converters import TransformersConverter
 from gguf_files import slow_but
 from safetensors.torch import load_file, save_file
-from tiny_ct2 import EXACT, config_of, job_of, save_checkpoint
+from tiny_ct2 import EXACT, config_of, save_checkpoint, text, variable
 from tiny_ct2 import convert as convert_ct2
 from tiny_models import changed_copy
+from trials import prepared
 
 from quantkit.errors import ArtifactError, QuantkitError, UnsupportedError
 from quantkit.formats.ctranslate2 import writer
 from quantkit.formats.ctranslate2.converter import write_model
-from quantkit.formats.ctranslate2.model_file import REVISION, SPEC, TYPES, VERSION, open_ct2_model, refuse_settings
+from quantkit.formats.ctranslate2.model_file import REVISION, SPEC, VERSION, open_ct2_model, refuse_settings
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD, _proven_part
@@ -125,15 +126,6 @@ def made(tmp_path_factory):
     return convert_ct2(save_checkpoint(folder / "llama", config_of("LlamaConfig")), "int8", folder / "int8")
 
 
-def text(name):
-    return struct.pack("<H", len(name) + 1) + name.encode() + b"\0"
-
-
-def variable(name, shape, kind, data, count=None):
-    count = len(data) if count is None else count
-    return text(name) + struct.pack(f"<B{len(shape)}IBI", len(shape), *shape, TYPES.index(kind), count) + data
-
-
 def file_of(path, *variables, aliases=(), count=None, revision=REVISION):
     head = struct.pack("<I", VERSION) + text(SPEC)
     head += struct.pack("<II", revision, len(variables) if count is None else count)
@@ -225,9 +217,7 @@ def test_a_model_that_answers_nan_is_not_proven(tmp_path):
 
     plain = save_checkpoint(tmp_path / "llama", config_of("LlamaConfig", tie_word_embeddings=False))
     checkpoint = changed_copy(plain, tmp_path / "changed", change)
-    (tmp_path / "out").mkdir()
-    trial = job_of(checkpoint, "float32", tmp_path / "out")
+    trial = prepared(checkpoint, "ctranslate2", "float32", tmp_path / "out")
     trial.check()
-    trial.source.copy_side_files(trial.folder)
     with pytest.raises(UnsupportedError, match="mean difference of log-probabilities nan"):
         trial.write()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf_files import gguf, slow_but
+from gguf_files import gguf, layer_and_hessian, slow_but
 
 from quantkit.formats.gguf.ggml import kquants, search
 from quantkit.formats.gguf.ggml import library as ggml
@@ -215,13 +215,6 @@ def test_other_codes_and_scales_come_back(name):
         assert np.array_equal(getattr(got, part), getattr(other, part)), part
 
 
-def layer(rows=FEW):
-    generator = torch.Generator().manual_seed(0)
-    mixing = torch.randn(SHORT, SHORT, generator=generator) * torch.rand(SHORT, generator=generator)
-    x = torch.randn(900, SHORT, generator=generator) @ mixing
-    return torch.randn(rows, SHORT, generator=generator) * 0.05, x.T @ x / 900
-
-
 def errors(name, packed, weight, hessian):
     """Of each row, in float64, by ggml's own reading."""
     change = (torch.from_numpy(ggml.dequantize(name, packed, SHORT)) - weight).double()
@@ -230,7 +223,7 @@ def errors(name, packed, weight, hessian):
 
 @each_kquant
 def test_every_row_comes_nearer_whatever_its_neighbours_and_codes_stay(name):
-    weight, hessian = layer()
+    weight, hessian = layer_and_hessian(FEW, SHORT)
     packed = ggml.quantize(name, weight.numpy())
     refitted = refit(name, packed, weight, hessian)
     assert np.array_equal(read_codes(name, refitted), read_codes(name, packed))
@@ -244,7 +237,7 @@ def test_every_row_comes_nearer_whatever_its_neighbours_and_codes_stay(name):
 
 @each_kquant
 def test_done_over_and_over_no_neighbour_is_better(name):
-    weight, hessian = layer(2)
+    weight, hessian = layer_and_hessian(2, SHORT)
     kind, packed = KQUANTS[name], ggml.quantize(name, weight.numpy())
     for _ in range(60):
         packed = refit(name, packed, weight, hessian)

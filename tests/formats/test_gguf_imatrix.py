@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from gguf_files import file_in, identical_tensors, job_for, keys, quantized_by_llama_cpp, save_model, written
-from tiny_models import CALIBRATION, CALIBRATION_FLAGS, changed_copy, quantkit
+from tiny_models import CALIBRATION, CALIBRATION_FLAGS, changed_copy, succeeds
 from trials import dense_values
 
 from quantkit.conversion.convert import convert
@@ -22,8 +22,7 @@ gguf = pytest.importorskip("gguf")
 @pytest.fixture(scope="module")
 def measured(wide, tmp_path_factory):
     path = tmp_path_factory.mktemp("imatrix") / "tiny.imatrix.gguf"
-    ended = quantkit("imatrix", wide, "--out", path, *CALIBRATION_FLAGS)
-    assert ended.code == 0, ended.err
+    succeeds("imatrix", wide, "--out", path, *CALIBRATION_FLAGS)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     return path
 
@@ -79,8 +78,7 @@ def test_inspect_tells_keys_types_and_bits(artifact_of, wide, tmp_path):
     counts = {name: share.tensors for name, share in contents.shares().items()}
     assert counts == artifact.manifest.tensor_types
     assert sum(share.weights for share in contents.shares().values()) == artifact.manifest.source.parameters
-    ended = quantkit("inspect", file, "--tensors", "--json", tmp_path / "out.json")
-    assert ended.code == 0
+    ended = succeeds("inspect", file, "--tensors", "--json", tmp_path / "out.json")
     assert "blk.1.ffn_down.weight" in ended.out
     own = 8 * sum(int(t.n_bytes) for t in gguf.GGUFReader(file).tensors) / artifact.manifest.source.parameters
     text = f"{artifact.manifest.bits_per_weight:.2f} bits per weight; without keys and tokenizer {own:.2f}, which"

@@ -7,15 +7,13 @@ import pytest
 import torch
 from engine_logits import logits_by
 from gguf_files import file_in, gguf, job_for, save_model, tensors_of, written
-from tiny_models import quantkit
+from tiny_models import succeeds
 from transformers import AutoTokenizer
 
 from quantkit import convert, verify
 from quantkit.conversion.import_gguf import import_gguf
-from quantkit.data.demo import FOLDER
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.source import open_source
-from quantkit.system.cache import cache_folder
 
 
 @pytest.mark.parametrize(("bits", "most"), [("Q8_0", 0.01), ("Q4_K_M", 0.1), ("Q2_K", 0.4)])
@@ -88,8 +86,7 @@ def checkpoint(file, tmp_path_factory):
 
 
 def test_the_checkpoint_holds_the_files_values(file, wide, checkpoint, tmp_path):
-    ended = quantkit("import", file, "--out", tmp_path / "bfloat16", "--dtype", "bfloat16")
-    assert ended.code == 0, ended.out
+    succeeds("import", file, "--out", tmp_path / "bfloat16", "--dtype", "bfloat16")
     values = tensors_of(file)
     for folder, dtype in ((checkpoint, "float32"), (tmp_path / "bfloat16", "bfloat16")):
         source = open_source(str(folder))
@@ -104,13 +101,10 @@ def test_the_checkpoint_holds_the_files_values(file, wide, checkpoint, tmp_path)
         assert not any(str(file.parent) in text for text in map(str, ours.values()))
 
 
-def test_a_tokenizer_that_comes_out_otherwise_is_refused_and_can_be_given(tmp_path):
-    demo = cache_folder() / FOLDER
-    if not (demo / "config.json").is_file():
-        pytest.skip("the demo model is not in the cache")
+def test_a_tokenizer_that_comes_out_otherwise_is_refused_and_can_be_given(cached_demo, tmp_path):
     small = tmp_path / "small"
     save_model(small, num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=49152)
-    for path in demo.glob("tokenizer*"):
+    for path in cached_demo.glob("tokenizer*"):
         shutil.copyfile(path, small / path.name)
     made = file_in(convert(str(small), "gguf", "Q8_0", tmp_path / "gguf").folder)
     file = tmp_path / "alone" / made.name  # without the source's tokenizer beside it
@@ -119,7 +113,8 @@ def test_a_tokenizer_that_comes_out_otherwise_is_refused_and_can_be_given(tmp_pa
     with pytest.raises(UnsupportedError, match=r"other ids than llama\.cpp\. Make a checkpoint of it"):
         import_gguf(file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    ours, theirs = map(AutoTokenizer.from_pretrained, (import_gguf(file, tmp_path / "out", tokenizer=demo), demo))
+    made = import_gguf(file, tmp_path / "out", tokenizer=cached_demo)
+    ours, theirs = map(AutoTokenizer.from_pretrained, (made, cached_demo))
     assert ours("a  1  22   333")["input_ids"] == theirs("a  1  22   333")["input_ids"]
 
 

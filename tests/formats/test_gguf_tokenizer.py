@@ -14,12 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quantkit import convert, verify
-from quantkit.data.demo import FOLDER
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
 from quantkit.formats.gguf.tokenizer.vocabulary import SUPPRESSED, VISIBLE, read_vocabulary
 from quantkit.formats.source import open_source
-from quantkit.system.cache import cache_folder
 
 
 def test_stories_file_tokenizes_like_the_source(tmp_path):
@@ -34,9 +32,7 @@ def test_stories_file_tokenizes_like_the_source(tmp_path):
     assert sum(map(len, pieces)) > 100_000
 
 
-def test_probe_of_the_demo_is_smollm(tmp_path):
-    if not (cache_folder() / FOLDER / "config.json").is_file():
-        pytest.skip("the demo model is not in the cache")
+def test_probe_of_the_demo_is_smollm(cached_demo, tmp_path):
     source = job_for("demo", "F16", tmp_path).source
     tokenizer, vocabulary = source.tokenizer(), read_vocabulary(source, 49152)
     assert (vocabulary.algorithm.pre, vocabulary.add_bos) == ("smollm", False)
@@ -137,7 +133,6 @@ def test_llama_cpp_splits_text_as_the_source_does(name, tmp_path):
     trial = job_for(save_gemma4(tmp_path / "model", name=name), "F16", tmp_path / "out", vocab_only=True)
     algorithm = trial.check().checked.plan.vocabulary.algorithm
     assert (algorithm.model, algorithm.notes) == ("gemma4", ())
-    trial.source.copy_side_files(trial.folder)
     trial.write()
     file = file_in(trial.folder)
     tokenizer = trial.source.tokenizer()

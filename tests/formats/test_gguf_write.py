@@ -166,7 +166,6 @@ TYPES = [name for name in DEFAULT if name not in ("F16", "BF16", "auto")]
 
 @pytest.fixture(scope="module")
 def unquantized(tmp_path_factory):
-    """A file of every case."""
     paths = []
     for number, (model, columns, tied) in enumerate(CASES):
         paths.append(tmp_path_factory.mktemp("base") / f"{number}.gguf")

@@ -115,9 +115,8 @@ def test_a_source_whose_settings_lie_is_refused(name, change, says, sources, tmp
 
 
 def test_a_source_that_is_cut_is_not_evaluated(artifact_of, tmp_path):
-    model = foreign(artifact_of("rtn", "4", group_size=GROUP), tmp_path / "foreign")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    whole = foreign(artifact_of("rtn", "4", group_size=GROUP), tmp_path / "foreign")
+    model = changed_copy(whole, tmp_path / "cut", num_hidden_layers=2)
     with pytest.raises(QuantkitError, match="of a further one"):
         evaluate(open_source(str(model)), probes=("perplexity",), limit=2, n_ctx=64, divergence=False)
 

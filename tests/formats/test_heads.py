@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_logits import logits_by
+from engine_logits import TWO_TEXTS, logits_by
 from safetensors.torch import load_file
 from tiny_llama import HIDDEN, VOCABULARY, converted
 from trials import read_back
@@ -12,7 +12,6 @@ from quantkit.errors import QuantkitError
 from quantkit.formats import _head
 from quantkit.formats.source import open_source
 
-IDS = torch.arange(40).reshape(2, 20) * 7 % 300
 CT = "compressed-tensors"
 
 
@@ -39,7 +38,7 @@ def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(method, 
     assert f"has {head + 16 / group:.2f} bits per weight" in note
     if kind == CT:
         pytest.importorskip("compressed_tensors", reason="the package is the reference of this test")
-        ours, theirs = (logits_by(name, artifact, IDS, dtype="float32") for name in ("reference", "transformers"))
+        ours, theirs = (logits_by(name, artifact, TWO_TEXTS, dtype="float32") for name in ("reference", "transformers"))
         assert (theirs - ours).abs().max() < 1e-3 * ours.abs().max()
     again = open_source(str(artifact.folder)).tensor("lm_head.weight").float()
     assert torch.equal(again, value.dense())

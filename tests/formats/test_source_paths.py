@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_logits import logits_of
 from safetensors.torch import load_file, save_file
 from tiny_adapters import low_rank, save_adapter
-from tiny_models import EVALUATION_FLAGS, quantkit
+from tiny_models import EVALUATION_FLAGS, fails, succeeds
 
 from quantkit import convert
 from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
@@ -43,8 +44,7 @@ def sharded(model, folder, count=3):
 
 def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block, tmp_path):
     ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        expected = load_whole(open_source(str(one_block)), dtype="float32")[0].eval()(ids).logits
+    expected = logits_of(load_whole(open_source(str(one_block)), dtype="float32")[0], ids)
     for folder in (
         sharded(one_block, tmp_path / "sharded"),
         renamed(one_block, tmp_path / "renamed", "other.safetensors"),
@@ -52,8 +52,7 @@ def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block
         model = open_model(folder)
         assert not model.source.own_files
         assert choose(model, EngineSpec()).name == "transformers"
-        with torch.no_grad():
-            assert torch.equal(load_whole(model.source, dtype="float32")[0].eval()(ids).logits, expected)
+        assert torch.equal(logits_of(load_whole(model.source, dtype="float32")[0], ids), expected)
         with pytest.raises(RecipeError, match="bear other names than it looks for"):
             choose(model, EngineSpec(engine="vllm"))
     source = open_source(str(folder / "other.safetensors"))
@@ -96,9 +95,9 @@ def test_a_revision_is_one_of_the_hub(one_block, gguf, tmp_path):
     for place in (one_block, file, gguf.folder):
         with pytest.raises(QuantkitError, match="--revision is for models of the hub"):
             open_model(place, "main")
-    ended = quantkit("convert", "some-org/some-model@v1.0", "--method", "rtn", "--out", tmp_path / "out")
-    assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert "Give the revision apart: some-org/some-model --revision v1.0" in ended.err
+    says = "Give the revision apart: some-org/some-model --revision v1.0"
+    ended = fails("convert", "some-org/some-model@v1.0", "--method", "rtn", "--out", tmp_path / "out", says=says)
+    assert ended.err.count("\n") == 1
 
 
 def test_a_gguf_file_is_evaluated_by_llama_cpp_and_by_our_reader(gguf, tmp_path):
@@ -106,8 +105,7 @@ def test_a_gguf_file_is_evaluated_by_llama_cpp_and_by_our_reader(gguf, tmp_path)
     # What lies beside it is not its own.
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert not {7, 8} & open_model(file).end_tokens
-    ended = quantkit("eval-ppl", file, *EVALUATION_FLAGS, "--cross-check", "--no-divergence", "--json", tmp_path / "a")
-    assert ended.code == 0, ended.err
+    succeeds("eval-ppl", file, *EVALUATION_FLAGS, "--cross-check", "--no-divergence", "--json", tmp_path / "a")
     values = json.loads((tmp_path / "a").read_text())
     assert values["agrees"]
     assert [values[name]["engine"]["name"] for name in ("native", "reference")] == ["llamacpp", "reference"]

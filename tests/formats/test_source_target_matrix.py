@@ -116,7 +116,6 @@ def made(tmp_path_factory):
 
 
 def of_target(job, target):
-    """The job of that target on the same source."""
     method, *between, kind = target.split(" ")
     bits = between[0] if between else find_method(method).default_bits
     if method == "keep" and not between and isinstance(job.source, QuantizedCheckpoint):
@@ -132,7 +131,6 @@ def of_target(job, target):
 
 
 def sign_of(job, target):
-    """How a pair is told to be."""
     try:
         job = of_target(job, target)
         job.method.check(job)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from engine_logits import logits_by
-from gguf_files import file_in, slow_but, tensors_of
+from gguf_files import file_in, layer_and_hessian, slow_but, tensors_of
 from tiny_models import CALIBRATION
 
 from quantkit.conversion.convert import convert
@@ -20,13 +20,6 @@ from quantkit.system.files import sha256_of
 
 SHRINKAGE, DAMP = 0.5, 0.01
 QUICK = CODEBOOKS.keys() - {"IQ2_S", "IQ2_XS"}  # whose tables take ggml seconds
-
-
-def layer_and_hessian(rows=12, columns=512):
-    generator = torch.Generator().manual_seed(0)
-    mixing = torch.randn(columns, columns, generator=generator) * torch.rand(columns, generator=generator)
-    x = torch.randn(900, columns, generator=generator) @ mixing
-    return torch.randn(rows, columns, generator=generator) * 0.05, x.T @ x / 900
 
 
 def slow_codes(weight, hessian, name, packed):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engine_logits import engine_logits
+from engine_logits import engine_logits, logits_of
 from tiny_llama import calibration_ids, job_for, plain_model
 
 from quantkit.calibration.walk import walk
@@ -98,8 +98,7 @@ def test_a_norm_that_takes_the_inverse_is_bfloat16_to_the_last_bit(offset):
 
 def test_smoothing_and_feedback_bring_the_model_nearer(artifact_of, two_blocks):
     ids = np.random.default_rng(0).integers(2, 300, (4, 60))
-    with torch.no_grad():
-        want = plain_model(two_blocks, torch.float32)(input_ids=torch.from_numpy(ids)).logits.double().log_softmax(-1)
+    want = logits_of(plain_model(two_blocks, torch.float32), ids).double().log_softmax(-1)
     away, nearest = {}, {"rounding": "nearest"}
     for name, options in {"all": {}, "nearest": nearest, "plain": {"smooth": False, **nearest}}.items():
         artifact = artifact_of("int8", "8", model=two_blocks, **options)
@@ -139,8 +138,7 @@ def test_smoothing_keeps_the_model(name, architecture, tmp_path):
     folder = architecture(name)
     trial = job_for(folder, "int8", tmp_path)
     model, ids = plain_model(folder, torch.float32), calibration_ids(trial)[:2]
-    with torch.no_grad():
-        before = model(input_ids=ids).logits
+    before = logits_of(model, ids)
     changed = 0.0
     for block in walk(trial.job, trial.run):
         values = {
@@ -163,6 +161,5 @@ def test_smoothing_keeps_the_model(name, architecture, tmp_path):
                 assert torch.allclose(stored, value, rtol=1e-6)
             set_parameter(model, key, stored)
     assert changed > 0.1
-    with torch.no_grad():
-        after = model(input_ids=ids).logits
+    after = logits_of(model, ids)
     assert (after - before).abs().max() < 0.01 * before.abs().max()

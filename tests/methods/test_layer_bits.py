@@ -11,10 +11,10 @@ import torch
 import yaml
 from edits import edit_json, put
 from engine_logits import far_apart, logits_by
-from safetensors.torch import load_file
+from quantized_folders import decompressed
 from tiny_llama import LINEARS, SHAPES
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
-from trials import dense_values, read_back
+from trials import dense_values, read_all, read_back
 
 from quantkit import convert, open_artifact, verify
 from quantkit.calibration import sensitivity
@@ -82,12 +82,11 @@ def size(bits, sym=True):
     return total / weights
 
 
-def test_no_choice_of_bits_is_better(two_blocks, tmp_path, monkeypatch):
+def test_no_choice_of_bits_is_better(two_blocks, tmp_path, new_cache):
     """All choices, tried one by one; the harms are those that were kept."""
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     for target in (2.6, 5.0):
         artifact = made(two_blocks, tmp_path / str(target), "rtn", target_bpw=target, target_bits=(2, 4, 8))
-        [path] = (tmp_path / "cache" / "sensitivity").glob("*")
+        [path] = (new_cache / "sensitivity").glob("*")
         scores = json.loads(path.read_text())
         assert all(kinds["2"] > kinds["4"] > kinds["8"] for kinds in scores.values())
         weights = np.array([sum(np.prod(shape_of(name)) for name in names) for names in UNITS])
@@ -180,26 +179,17 @@ def test_a_mixed_artifact_is_a_source(method, kind, mixed):
 def test_the_package_reads_what_we_read(mixed):
     """Every layer is named by one group of its bits, and its words are those that the package unpacks."""
     pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
     artifact = mixed("awq", CT)
-    stored = QuantizationConfig.model_validate(quantization_of(artifact.folder))
-    targets = [(name, scheme) for scheme in stored.config_groups.values() for name in scheme.targets]
-    assert sorted(name for name, _ in targets) == sorted(MODULES)
-    tensors, ours = load_file(artifact.folder / "model.safetensors"), read_back(artifact)
-    compressor = BaseCompressor.get_value_from_registry(stored.format)
-    for module, scheme in targets:
-        assert scheme.weights.num_bits == bits_of(artifact)[module]
-        stem = f"{module}."
-        parts = {part.removeprefix(stem): value for part, value in tensors.items() if part.startswith(stem)}
-        layer = ours[f"{module}.weight"]
-        value = compressor.decompress(parts, scheme)["weight"]
-        assert torch.equal(layer.steps().half() * layer.spread(layer.scales).half(), value), module
+    groups = quantization_of(artifact.folder)["config_groups"].values()
+    assert sorted(name for group in groups for name in group["targets"]) == sorted(MODULES)
+    ours, bits = read_back(artifact), bits_of(artifact)
+    for name, (scheme, value) in decompressed(artifact.folder, LINEARS[:14]).items():
+        layer = ours[name]
+        assert scheme.weights.num_bits == bits[name.removesuffix(".weight")]
+        assert torch.equal(layer.steps().half() * layer.spread(layer.scales).half(), value), name
 
 
 def test_transformers_computes_what_we_compute(architecture, mixed, tmp_path):
-    """Also of stacked experts."""
     pytest.importorskip("compressed_tensors")
     experts = made(architecture("mixtral"), tmp_path / "out", "rtn", group_size=-1, target_bpw=4.5)
     ids = np.arange(2, 30)[None]
@@ -317,24 +307,22 @@ def test_the_recipe_beside_the_files_gives_the_same_without_measuring(mixed, two
     assert f"({len(MODULES)} in all)" in (artifact.folder / "README.md").read_text()
 
 
-def test_scores_are_kept_apart_by_what_they_are_of(one_block, tmp_path, monkeypatch):
+def test_scores_are_kept_apart_by_what_they_are_of(one_block, tmp_path, new_cache, monkeypatch):
     """Other groups, or zero points, are other estimates; other targets, methods and bits are not."""
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     counts = []
     given = {"target_bpw": 5.0}
     for number, options in enumerate(({}, {"sym": False}, {"group_size": 32}, {"target_bits": (3, 8)})):
         made(one_block, tmp_path / str(number), "rtn", **(given | options))
-        counts.append(len(list((tmp_path / "cache" / "sensitivity").glob("*"))))
+        counts.append(len(list((new_cache / "sensitivity").glob("*"))))
     assert counts == [1, 2, 3, 3]
-    kept = [json.loads(path.read_text()) for path in (tmp_path / "cache" / "sensitivity").glob("*")]
+    kept = [json.loads(path.read_text()) for path in (new_cache / "sensitivity").glob("*")]
     assert sum(all(sorted(kinds) == ["2", "3", "4", "8"] for kinds in each.values()) for each in kept) == 3
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
     made(one_block, tmp_path / "again", "gptq", target_bpw=4.5)
 
 
-def test_an_interrupted_conversion_goes_on_with_its_choice(mixed, two_blocks, tmp_path, monkeypatch):
+def test_an_interrupted_conversion_goes_on_with_its_choice(mixed, two_blocks, tmp_path, new_cache, monkeypatch):
     """Without the kept scores: the choice is among what was found out."""
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     finish = Spool.finish_block
 
     def stop(*given):
@@ -344,7 +332,7 @@ def test_an_interrupted_conversion_goes_on_with_its_choice(mixed, two_blocks, tm
     monkeypatch.setattr(Spool, "finish_block", stop)
     with pytest.raises(KeyboardInterrupt):
         made(two_blocks, tmp_path / "out", "gptq", format=GPTQ, target_bpw=TARGET)
-    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(new_cache)
     monkeypatch.setattr(Spool, "finish_block", finish)
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
     again = made(two_blocks, tmp_path / "out", "gptq", format=GPTQ, target_bpw=TARGET)
@@ -374,13 +362,6 @@ def test_a_dry_run_tells_the_memory_of_the_choice(one_block, tmp_path):
     assert re.search(r"tensors: .*\d+ int[23]", ended.out)
 
 
-def read_all(kind, folder):
-    reader = find_format(kind).open(folder, ("model.safetensors",), {})
-    for name in reader.names():
-        reader.read(name)
-    reader.types()
-
-
 def test_a_dynamic_that_lies_is_found(mixed, tmp_path):
     folder = shutil.copytree(mixed("rtn", GPTQ).folder, tmp_path / "copy")
     dynamic, sound = quantization_of(folder)["dynamic"], (folder / "config.json").read_text()
@@ -395,7 +376,7 @@ def test_a_dynamic_that_lies_is_found(mixed, tmp_path):
         (folder / "config.json").write_text(sound)
         edit_json(folder / "config.json", put("quantization_config", "dynamic", value=changed))
         with pytest.raises(ArtifactError):
-            read_all(GPTQ, folder)
+            read_all(GPTQ, folder).types()
 
 
 def test_a_manifest_that_lies_of_a_layers_bits_is_found(mixed, tmp_path):

@@ -151,8 +151,7 @@ class MeasuredAgainError(Exception):
     pass
 
 
-def test_estimates_are_used_again_for_the_same_and_nothing_else(one_block, tmp_path, monkeypatch):
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def test_estimates_are_used_again_for_the_same_and_nothing_else(one_block, tmp_path, new_cache, monkeypatch):
 
     def made(model=one_block, seed=0, **calibration):
         options = {"calibration": CALIBRATION | calibration, "seed": seed, "target_bpw": 6.0, "force": True}
@@ -178,7 +177,7 @@ def test_estimates_are_used_again_for_the_same_and_nothing_else(one_block, tmp_p
             patch.setattr(module, constant, getattr(module, constant) - 1)
             with pytest.raises(MeasuredAgainError):
                 made()
-    [path] = (tmp_path / "cache" / "sensitivity").glob("*.json")
+    [path] = (new_cache / "sensitivity").glob("*.json")
     scores = json.loads(path.read_text())
     name, kinds = scores.popitem()
     for lost in ({}, {name: {**kinds, "Q4_K": float("nan")}}, {name: {k: v for k, v in kinds.items() if k != "Q4_K"}}):

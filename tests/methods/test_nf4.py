@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_logits import logits_of
 from safetensors.torch import load_file
 from tiny_llama import LINEARS, converted
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -39,12 +40,7 @@ def pair(request, tiny_with, tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "theirs")  # before it is run: then bitsandbytes repacks the weights for the CPU
     ours = converted(source, folder / "ours", "nf4", double_quant=double_quant, compute_dtype=dtype)
-    return SimpleNamespace(source=source, ours=ours, theirs=folder / "theirs", logits=logits_of(model))
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model.eval()(IDS).logits
+    return SimpleNamespace(source=source, ours=ours, theirs=folder / "theirs", logits=logits_of(model, IDS))
 
 
 def test_tensors_and_config_are_those_of_transformers_byte_for_byte(pair):
@@ -60,7 +56,7 @@ def test_tensors_and_config_are_those_of_transformers_byte_for_byte(pair):
 
 def test_transformers_loads_ours_and_gives_its_own_logits(pair):
     loaded = AutoModelForCausalLM.from_pretrained(pair.ours.folder)
-    assert torch.equal(logits_of(loaded), pair.logits)
+    assert torch.equal(logits_of(loaded, IDS), pair.logits)
 
 
 @pytest.mark.parametrize("nested", [True, False])

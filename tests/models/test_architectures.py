@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_logits import logits_by
+from engine_logits import TWO_TEXTS, logits_by, logits_of
 from gguf_files import slow_but
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_model
@@ -84,10 +84,8 @@ def proven(artifact, source, folder, linears):
     """The artifact verifies, holds the right number of codes, and its logits in `reference` are transformers' own."""
     verify(artifact)
     assert artifact.manifest.tensor_types["int4"] == round(LAYERS * linears)
-    ids = torch.arange(40).reshape(2, 20) * 7 % 300
-    with torch.no_grad():
-        want = in_transformers(artifact, source, folder)(input_ids=ids).logits
-    got = logits_by("reference", artifact, ids, dtype="float32")
+    want = logits_of(in_transformers(artifact, source, folder), TWO_TEXTS)
+    got = logits_by("reference", artifact, TWO_TEXTS, dtype="float32")
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 

@@ -3,11 +3,10 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import test_architectures as plain
 import torch
-from engine_logits import logits_by
+from engine_logits import TWO_TEXTS, logits_by, logits_of
 from test_awq_folds import scaled_without_rounding
 from tiny_architectures import save_architecture, tiny_of, whole_model
 from tiny_llama import converted
@@ -22,7 +21,6 @@ from quantkit.models.skeleton import open_skeleton
 from quantkit.models.stand_in import Recorder
 
 MORE_HEADS = {"glm_moe_dsa": {"num_key_value_heads": 4, "index_n_heads": 8}}
-IDS = np.arange(40).reshape(2, 20) * 7 % 300
 
 
 def saved(folder, kind, **settings):
@@ -57,16 +55,15 @@ def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(kind, method, sa
 def test_an_evaluation_is_refused_in_one_line(kind, walk, where, tmp_path):
     folder = saved(tmp_path, kind)
     with pytest.raises(UnsupportedError, match=f"'{kind}' is untested, and transformers' code .* in {where}"):
-        logits_by("reference", folder, IDS, dtype="float32", walk=walk)
+        logits_by("reference", folder, TWO_TEXTS, dtype="float32", walk=walk)
 
 
 @pytest.mark.parametrize(("kind", "walk"), [("electra", False), ("rembert", True), ("roberta", True)])
 def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(kind, walk, tmp_path):
     """To another width in electra and rembert."""
     folder = saved(tmp_path, kind)
-    with torch.no_grad():
-        want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits
-    got = logits_by("reference", folder, IDS, dtype="float32", walk=walk)
+    want = logits_of(whole_model(folder), TWO_TEXTS)
+    got = logits_by("reference", folder, TWO_TEXTS, dtype="float32", walk=walk)
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
@@ -111,7 +108,7 @@ def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(tmp_path):
     """In bfloat16 layers of 4 bits are replaced by others; where the former one is found, it computes with nothing."""
     folder = published(tmp_path, "lfm3")
     artifact = converted(folder, tmp_path / "rtn", "rtn", group_size=32)
-    near, exact = (logits_by("reference", artifact, IDS, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    near, exact = (logits_by("reference", artifact, TWO_TEXTS, dtype=dtype) for dtype in ("bfloat16", "float32"))
     assert ((near - exact).norm(dim=-1) / exact.norm(dim=-1)).median() < 0.1
 
 

@@ -14,16 +14,6 @@ def test_halves_go_to_the_even_code_and_what_is_beyond_is_cut():
     assert codes.tolist() == [[0, 4, 0], [4, 6, 7]]
 
 
-def test_a_small_block_takes_one_thread_for_a_while():
-    before, one = torch.get_num_threads(), torch.ones(1, 1)
-    torch.set_num_threads(2)
-    try:
-        round_columns(one, one, one, one, torch.zeros(1, dtype=torch.int64), 7)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_slopes_of_the_errors_are_those_of_a_product_with_the_moments(units):
     """Also where inputs never fire, one direction is far larger than others, and there are blocks of columns."""
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ from hub_server import TOKEN, running
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from huggingface_hub.utils import _runtime
 from made_up_reports import diverging, report
-from tiny_models import quantkit, succeeds
+from tiny_models import fails, quantkit, succeeds
 
 import quantkit.publishing.hub as hub_side
 from quantkit import push, verify
@@ -324,9 +324,7 @@ def test_results_that_are_not_its_own_are_refused(artifact, hub, tmp_path):
     ):
         path = report_of(artifact, tmp_path / "tasks.json", GSM8K, **settings)
         path.write_text(path.read_text().replace(artifact.digest, digest))
-        ended = quantkit("push", artifact.folder, "--repo", REPO, "--results", path)
-        assert ended.code == 1
-        assert said in ended.err
+        fails("push", artifact.folder, "--repo", REPO, "--results", path, says=said)
     assert hub.requests == []
 
 

@@ -141,9 +141,7 @@ def put_card(ends, made):
 def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(calls, after, made, tmp_path):
     """Both files are replaced by renames; kill before, between and after them."""
     ends = Ends(Path, "replace", calls, after=after, number=signal.SIGKILL)
-    child = forked(partial(put_card, ends, made), tmp_path / "log")
-    told = child.wait()
-    assert child.code == -signal.SIGKILL, told
+    forked(partial(put_card, ends, made), tmp_path / "log").wait(-signal.SIGKILL)
     verify(made.folder)
     measured = "| tiny | file size |" in (made.folder / CARD).read_text()
     assert measured == ((calls, after) != (0, False))

@@ -11,7 +11,7 @@ from made_up_reports import report
 from markdown_it import MarkdownIt
 from rich.console import Console
 from test_untrusted import BOMB
-from tiny_models import changed_copy, quantkit, succeeds
+from tiny_models import changed_copy, fails, quantkit, succeeds
 
 from quantkit import convert, verify
 from quantkit.artifact import CARD
@@ -119,9 +119,8 @@ def test_a_command_to_copy_takes_no_name_for_an_option(one_block):
     shutil.copytree(one_block, "$(touch made) ;x")
     line = quantkit("serve", "./$(touch made) ;x", "--engine", "sglang", "--print").out
     assert str(Path("$(touch made) ;x").resolve()) in shlex.split(line)
-    ended = quantkit("serve", one_block, "--engine", "sglang", "--print", "--name=--trust-remote-code")
-    assert ended.code == 1
-    assert "begins with a dash" in ended.err
+    words = ("serve", one_block, "--engine", "sglang", "--print", "--name=--trust-remote-code")
+    fails(*words, says="begins with a dash")
 
 
 CARDS = {

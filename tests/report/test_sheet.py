@@ -5,7 +5,7 @@ import re
 import pytest
 from made_up_reports import HARDWARE, TEXT, WINDOWS, figure, report
 from test_table import FULL, SOURCE
-from tiny_models import quantkit, succeeds
+from tiny_models import fails, quantkit, succeeds
 
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
@@ -150,15 +150,12 @@ NO_TABLES = {
 def test_what_is_no_table_is_told(tmp_path):
     for text, told in NO_TABLES.items():
         (tmp_path / "sheet.json").write_text(text)
-        ended = quantkit("table", tmp_path / "sheet.json")
-        assert (ended.code, ended.out) == (1, "")
-        assert told in ended.err
+        ended = fails("table", tmp_path / "sheet.json", says=told)
+        assert ended.out == ""
         assert len(ended.err.splitlines()) == 1
     (tmp_path / "sheet.json").write_text(joined([(None, HERE), ("the card", THERE)]).to_json())
     for place, told in (
         (tmp_path, "holds no table.json"),
         (f"other={tmp_path / 'sheet.json'}", "holds tables of several machines"),
     ):
-        ended = quantkit("table", place)
-        assert ended.code == 1
-        assert told in ended.err.lower()
+        assert told in fails("table", place).err.lower()

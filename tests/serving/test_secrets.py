@@ -5,7 +5,7 @@ from base64 import b64encode
 
 import pytest
 from faulty_server import DONE, OPENING, event, faulty, refusal, sends
-from tiny_models import quantkit
+from tiny_models import fails
 
 from quantkit.errors import RecipeError
 from quantkit.recipe import LoadTestSpec
@@ -35,8 +35,7 @@ def test_an_endpoint_that_is_refused_keeps_its_secrets(url):
     assert "endpoint" in told
     if "[" not in url:  # there it stands where a host stands
         assert PASSWORD not in told
-        ended = quantkit("bench", "--endpoint", url, "--model", "m")
-        assert ended.code == 1
+        ended = fails("bench", "--endpoint", url, "--model", "m")
         assert PASSWORD not in ended.err + ended.out
     assert f"?{PASSWORD}" not in told
 
@@ -93,11 +92,10 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\x00"
 )
 def test_what_a_server_says_is_printed_without_control_characters(way, tmp_path):
     with faulty(way) as server:
-        ended = quantkit(
+        ended = fails(
             *("bench", "--endpoint", server.url, "--model", "a\x1b[31m", "--requests", 1, "--warm-up", 0),
             *("--json", tmp_path / "load.json"),
         )
-    assert ended.code == 1
     assert not set(ended.out + ended.err) & set("\x1b\x07\x9b\x00\r\u202e")
     [example] = json.loads((tmp_path / "load.json").read_text())["examples"].values()
     assert example.isprintable()

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
+from edits import edit_json
 from safetensors.torch import load_file, save_file
 from tiny_adapters import low_rank, save_adapter
-from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny, succeeds
+from tiny_models import CALIBRATION, EVALUATION, quantkit, succeeds
 from transformers import AutoModelForCausalLM
 
 from quantkit.artifact import MANIFEST, open_artifact
@@ -32,20 +33,15 @@ PATHS = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.v_pr
 
 
 @pytest.fixture(scope="module")
-def plain(once):
-    return once("two-blocks", lambda folder: save_tiny(folder, num_hidden_layers=2))
+def adapter(tiny, tmp_path_factory):
+    return save_adapter(tmp_path_factory.mktemp("adapters") / "style", low_rank(tiny, PATHS))
 
 
 @pytest.fixture(scope="module")
-def adapter(plain, tmp_path_factory):
-    return save_adapter(tmp_path_factory.mktemp("adapters") / "style", low_rank(plain, PATHS))
-
-
-@pytest.fixture(scope="module")
-def done(plain, adapter, tmp_path_factory):
+def done(tiny, adapter, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "out"
     adapter = shutil.copytree(adapter, out.parent / adapter.name)
-    return out, compare(str(plain), VARIANTS, out=out, adapters=[adapter], **SETTINGS)
+    return out, compare(str(tiny), VARIANTS, out=out, adapters=[adapter], **SETTINGS)
 
 
 def other_weights(folder):
@@ -56,13 +52,12 @@ def other_weights(folder):
 
 
 def other_alpha(folder):
-    values = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(values | {"lora_alpha": values["lora_alpha"] + 1}))
+    edit_json(folder / CONFIG, lambda values: values.update(lora_alpha=values["lora_alpha"] + 1))
 
 
 def test_the_table_says_what_was_evaluated(done, gguf):
     _, table = done
-    assert {report.model.name for report in table.reports} == {"two-blocks + style"}
+    assert {report.model.name for report in table.reports} == {"tiny + style"}
     manifest = open_artifact(done[0] / "artifacts" / LABEL).manifest
     assert [entry.name for entry in manifest.source.adapters] == ["style"]
     assert manifest.recipe.adapters == ("style",)
@@ -71,18 +66,18 @@ def test_the_table_says_what_was_evaluated(done, gguf):
 
 
 @pytest.mark.parametrize("change", [other_weights, other_alpha])
-def test_whatever_is_kept_has_another_key(change, plain, adapter, tmp_path):
+def test_whatever_is_kept_has_another_key(change, tiny, adapter, tmp_path):
     """Unfinished work, baselines, and windows of unfinished evaluations."""
     copy = shutil.copytree(adapter, tmp_path / "style")
-    source, text = open_source(str(plain)), load_text(EVALUATION["text"], "evaluation")
+    source, text = open_source(str(tiny)), load_text(EVALUATION["text"], "evaluation")
     windows = cut(text, source.tokenizer(), "llama.cpp", 64, 2, source.config)
 
     def keys(*adapters):
-        job = check(prepare_job(str(plain), "rtn", 4, adapters=adapters), tmp_path / "out").job
+        job = check(prepare_job(str(tiny), "rtn", 4, adapters=adapters), tmp_path / "out").job
         work = fingerprint(job)
         recipe = work.pop("recipe")
         assert recipe.get("adapters", []) == [str(adapter) for adapter in adapters]
-        model = open_model(str(plain), None, adapters)
+        model = open_model(str(tiny), None, adapters)
         judgement = prepare(model, EvaluationSpec(**EVALUATION), text, choose(model, EngineSpec()))
         return json.dumps(work), key_of(job.source, windows, "float32"), judgement.fingerprint(None), model.digest
 
@@ -93,7 +88,7 @@ def test_whatever_is_kept_has_another_key(change, plain, adapter, tmp_path):
         assert all(one != other for one, other in zip(same, others, strict=True))
 
 
-def test_the_merged_model_is_the_baseline_and_is_evaluated(done, plain):
+def test_the_merged_model_is_the_baseline_and_is_evaluated(done, tiny):
     """Its exact copy diverges from it by nothing, and what transformers finds for both is what the copy computes."""
     of_model, of_copy = (
         {one.name: float(one.value) for one in report.measurements if one.value is not None}
@@ -105,45 +100,45 @@ def test_the_merged_model_is_the_baseline_and_is_evaluated(done, plain):
     with torch.no_grad():
         base, copy = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-            for folder in (plain, done[0] / "artifacts" / LABEL)
+            for folder in (tiny, done[0] / "artifacts" / LABEL)
         )
-        whole, _ = load_whole(open_source(str(plain), None, [done[0].parent / "style"]), dtype="float32")
+        whole, _ = load_whole(open_source(str(tiny), None, [done[0].parent / "style"]), dtype="float32")
         assert torch.equal(whole.eval()(ids).logits, copy)
     assert (base - copy).abs().max() > 0.1
 
 
-def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(plain, adapter, done, tmp_path):
+def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(tiny, adapter, done, tmp_path):
     folder = done[0] / "artifacts" / LABEL
     copy = shutil.copytree(adapter, tmp_path / "style")
     other_alpha(copy)
     spec, text = EvaluationSpec(**EVALUATION), load_text(EVALUATION["text"], "evaluation")
     for adapters, given in (((), "none"), ((copy,), "style"), ((adapter, adapter), "style, style")):
-        model, source = open_judged(folder, None, plain, adapters)
+        model, source = open_judged(folder, None, tiny, adapters)
         with pytest.raises(ArtifactError, match=rf"other adapters than those that are given \({given}; the manifest"):
             prepare(model, spec, text, choose(model, EngineSpec()), source)
-    model, source = open_judged(folder, None, plain, [adapter])
+    model, source = open_judged(folder, None, tiny, [adapter])
     assert prepare(model, spec, text, choose(model, EngineSpec()), source).exact is source
-    with pytest.raises(RecipeError, match=r"give its folder \(two-blocks\) with --source"):
+    with pytest.raises(RecipeError, match=r"give its folder \(tiny\) with --source"):
         open_judged(folder, None, None, [adapter])
 
 
-def test_engines_that_read_files_are_refused(plain, adapter):
-    model = open_model(plain, None, [adapter])
+def test_engines_that_read_files_are_refused(tiny, adapter):
+    model = open_model(tiny, None, [adapter])
     with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
         choose(model, EngineSpec(engine="vllm"))
     assert choose(model, EngineSpec()).name == "transformers"
     assert choose(model, EngineSpec(engine="reference")).load_request(model, 1).adapters == (str(adapter),)
 
 
-def test_recipes_and_the_command_line_name_adapters(plain, adapter, here):
+def test_recipes_and_the_command_line_name_adapters(tiny, adapter, here):
     recipe = here / "recipe.yaml"
-    recipe.write_text(f"model: {plain}\nadapters: [{adapter}]\nmethod: rtn\nout: {here / 'out'}\n")
+    recipe.write_text(f"model: {tiny}\nadapters: [{adapter}]\nmethod: rtn\nout: {here / 'out'}\n")
     assert load_recipe(recipe).adapters == (str(adapter),)
     ended = succeeds("run", recipe)
     manifest = open_artifact(here / "out").manifest
     assert [entry.kind for entry in manifest.source.adapters] == ["LoRA"]
     assert manifest.source.hashes["adapter 1: adapter_model.safetensors"] == manifest.source.adapters[0].hashes[WEIGHTS]
     # The default place and the next command name the adapter.
-    ended = quantkit("convert", plain, "--adapter", adapter, "--method", "rtn", "--bits", 4)
-    assert (here / "two-blocks-style-rtn-4").is_dir(), ended.err
-    assert f"--source {plain} --adapter {adapter}" in ended.out.replace("\n", " ")
+    ended = quantkit("convert", tiny, "--adapter", adapter, "--method", "rtn", "--bits", 4)
+    assert (here / "tiny-style-rtn-4").is_dir(), ended.err
+    assert f"--source {tiny} --adapter {adapter}" in ended.out.replace("\n", " ")

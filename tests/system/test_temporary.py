@@ -41,9 +41,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     place, log = tmp_path / "place", tmp_path / "log"
     place.mkdir()
     for _ in range(2):
-        child = forked(partial(die, place), log)
-        child.wait()
-        assert child.code == -signal.SIGKILL
+        forked(partial(die, place), log).wait(-signal.SIGKILL)
         assert len(list(place.iterdir())) == 1
     with temporary_folder(place) as folder:
         assert list(place.iterdir()) == [folder]
