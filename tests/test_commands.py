@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from gguf_files import save_model
+from test_chat import TEMPLATE
 from test_docs import RUNNABLE, commands
 from tiny_adapters import low_rank, save_adapter
 from tiny_models import SAMPLE, save_tiny
@@ -60,6 +61,9 @@ def prepare(folder, words):
         (folder / "tokenizer-folder").mkdir()
         for path in small.glob("*token*"):
             shutil.copy(path, folder / "tokenizer-folder")
+    if "laptop=laptop/table.json" in words:
+        (folder / "laptop").mkdir()
+        shutil.copy(folder / "sweep-output" / "table.json", folder / "laptop")
     for seed, adapter in enumerate(word for word in words if word.endswith("-lora")):
         if not (folder / adapter).exists():
             model = cache_folder() / DEMO
@@ -93,6 +97,7 @@ def end(server):
 def test_commands_of_the_pages_run(tmp_path, monkeypatch):
     pytest.importorskip("llama_cpp")
     save_model(tmp_path / "cache" / DEMO, num_hidden_layers=BLOCKS, max_position_embeddings=2048)
+    (tmp_path / "cache" / DEMO / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     tmp_path = tmp_path / "here"
     tmp_path.mkdir()

@@ -89,7 +89,7 @@ def test_calibrated_methods_alone_compute_on_the_device_and_a_manifest_says_so(t
     ],
 )
 def test_engines_compute_on_the_device_and_so_does_the_baseline(
-    asked, engine, computes, baseline, tiny, artifact_of, cache
+    asked, engine, computes, baseline, tiny, artifact_of, new_cache
 ):
     model = open_model(str(tiny))
     if engine == "ctranslate2":
@@ -101,7 +101,7 @@ def test_engines_compute_on_the_device_and_so_does_the_baseline(
     assert (judgement.engine.device, judgement.settled.baseline.device) == (computes, baseline)
 
 
-def test_what_does_not_fit_into_a_gpu_is_computed_block_by_block_or_refused(tiny, free, cache, tmp_path):
+def test_what_does_not_fit_into_a_gpu_is_computed_block_by_block_or_refused(tiny, free, new_cache, tmp_path):
     model, text = open_model(str(tiny)), load_text(None, "evaluation")
 
     def settled():
