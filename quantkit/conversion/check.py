@@ -89,8 +89,9 @@ def prepare(
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
             "`quantkit methods` lists the others."
         )
-    # Other methods compute on the CPU alone.
-    device = find_device(device) if method.calibrated(options) or device != AUTO else CPU
+    calibrated = method.calibrated(options)
+    device = find_device(device) if calibrated or device != AUTO else CPU
+    device = device if calibrated else CPU  # which other methods compute on alone
     offload = _offload_bytes(device) if offload_gb is None else int(offload_gb * 1e9)
     return Job(kind.prepared(source), recipe, method, kind, options, device, offload)
 

@@ -70,6 +70,9 @@ def convert(
     return run(job, out, force=force, max_memory=max_memory, progress=progress)
 
 
+OF_A_RANK = ("device", "batch_tokens")  # keys of a fingerprint that may differ between ranks
+
+
 def default_out(recipe: ConvertRecipe) -> Path:
     """`MODEL-ADAPTERS-METHOD-BITS` in the current folder, followed by the options that were given."""
     names = [Path(place).name for place in (recipe.model, *recipe.adapters)]
@@ -112,7 +115,7 @@ def follow(job: Job, out: str | Path | None = None, *, max_memory: int | None = 
     checked = check(job, out, max_memory).job
     own: dict[str, Any] = fingerprint(checked)
     leaders, unfinished = from_leader((own, False))
-    differing = [key for key in {**own, **leaders} if own.get(key) != leaders.get(key) and key != "device"]
+    differing = [key for key in {**own, **leaders} if own.get(key) != leaders.get(key) and key not in OF_A_RANK]
     if differing:
         raise RecipeError(
             f"process {place().rank} has another conversion than the first one: differing in {', '.join(differing)}. "

@@ -71,10 +71,9 @@ def test_calibrated_methods_alone_compute_on_the_device_and_a_manifest_says_so(t
     said = {}
     with pretended_device():
         for method in ("gptq", "rtn"):
-            job = prepare_job(str(tiny), method, calibration=CALIBRATION if method == "gptq" else None)
-            said[method] = job.device
+            said[method] = [prepare_job(str(tiny), method, device=name).device for name in ("auto", "card")]
         made = convert(str(tiny), "gptq", out=tmp_path / "gptq", calibration=CALIBRATION)
-    assert said == {"gptq": "card", "rtn": "cpu"}
+    assert said == {"gptq": ["card", "card"], "rtn": ["cpu", "cpu"]}
     assert made.manifest.device == "card"
     assert '"device": "card"' in (made.folder / "quantkit.json").read_text()
 
