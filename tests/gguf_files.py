@@ -64,6 +64,12 @@ def save_tokenizer(folder):
     made.save_pretrained(folder)
 
 
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}"
+)
+
+
 def saved_tokenizer(folder, template=None):
     """The same with a chat template, as it is read back."""
     folder.mkdir(exist_ok=True)

@@ -12,8 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from gguf_files import save_model
-from test_chat import TEMPLATE
+from gguf_files import TEMPLATE, save_model
 from test_docs import RUNNABLE, commands
 from tiny_adapters import low_rank, save_adapter
 from tiny_models import SAMPLE, save_tiny

@@ -3,16 +3,12 @@
 import json
 
 import pytest
-from gguf_files import saved_tokenizer
+from gguf_files import TEMPLATE, saved_tokenizer
 
 from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
 from quantkit.data.texts import Text, encode, ids_of, load_text
 from quantkit.errors import TextError
 
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}"
-    "{% endfor %}"
-)
 ASKED = Conversation((("user", "the bath"), ("assistant", "a hat")))
 
 
