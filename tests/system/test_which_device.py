@@ -122,8 +122,13 @@ def test_what_does_not_fit_into_a_gpu_is_computed_block_by_block_or_refused(tiny
     job = prepare_job(str(tiny), "gptq", calibration=CALIBRATION, device="cpu")
     assert check(job, tmp_path / "out").forecast.on_device == 0
     with pretended_device():
-        job = prepare_job(str(tiny), "gptq", calibration=CALIBRATION)
+        job = prepare_job(str(tiny), "gptq", calibration={**CALIBRATION, "sequences": 64, "length": 64})
         with pytest.raises(ResourceError, match=r"memory on card for .* 1\.0 MB are free.*--device cpu"):
             check(job, tmp_path / "out")
         free(1 << 33)
-        assert 0 < check(job, tmp_path / "out").forecast.on_device < 1 << 27
+        plenty = check(job, tmp_path / "out")
+        assert (plenty.job.batch_tokens, plenty.forecast.on_device < 1 << 27) == (16384, True)
+        free(plenty.forecast.on_device - 1)
+        less = check(job, tmp_path / "out")
+        assert 0 < less.forecast.on_device < plenty.forecast.on_device
+        assert less.job.batch_tokens < 16384
