@@ -8,7 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +56,29 @@ def load(folder: Path) -> tuple[Any, str]:
     return model.eval(), f"transformers says {odd}" if odd else ""
 
 
+@contextmanager
+def without_code(folder: Path) -> Iterator[Path]:
+    """The folder, or a copy whose tokenizer names no code of its own, where it does: quantkit never runs that."""
+    settings = folder / "tokenizer_config.json"
+    values = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else None
+    if not isinstance(values, dict) or "auto_map" not in values:
+        yield folder
+        return
+    del values["auto_map"]
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(shutil.copytree(folder, name, dirs_exist_ok=True))
+        (copy / settings.name).write_text(json.dumps(values), encoding="utf-8")
+        yield copy
+
+
 def load_tokenizer(folder: Path) -> tuple[Any, str]:
     """The tokenizer as transformers loads it, or why it should not have been taken."""
     from transformers import AutoTokenizer
 
     quiet()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        with without_code(folder) as place:
+            tokenizer = AutoTokenizer.from_pretrained(place)
         tokenizer("the bath")
     except BaseException as error:  # noqa: BLE001 - tokenizers panics
         return None, f"transformers refuses the tokenizer: {type(error).__name__}: {str(error)[:200]}"
