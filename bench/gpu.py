@@ -133,7 +133,7 @@ def measure_loss(name: str, work: Path, asked: argparse.Namespace) -> dict[str, 
 
 
 def run_tests() -> dict[str, Any]:
-    """The tests of a device, on the real one where there is one."""
+    """Run the tests of a device; they compute on the pretended one."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/conversion/test_device.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     return {"what": "tests", "passed": done.returncode == 0, "says": (done.stdout.strip().splitlines() or [""])[-1]}

@@ -61,6 +61,6 @@ class Activations(Store):
         return copy
 
     def batches(self, tokens: int, edge: int = 0) -> list[tuple[int, int]]:
-        """Bounds of whole sequences with `tokens` or fewer together, or of single ones; none lies across `edge`."""
+        """Return (start, stop) of batches of whole sequences: at most `tokens` or one sequence, none across `edge`."""
         step = max(1, tokens // self.shape[1])
         return list(pairwise([*range(0, edge, step), *range(edge, len(self), step), len(self)]))

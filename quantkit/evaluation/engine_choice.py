@@ -104,12 +104,12 @@ def choose(model: Model, spec: EngineSpec) -> ChosenEngine:
     version = require(engine, python)
     engine.refuse(spec.dtype)
     # What the engine of another interpreter computes on shows when it is loaded.
-    device = device_of(engine, spec.device) if python == sys.executable else spec.device
+    device = _find_device(engine, spec.device) if python == sys.executable else spec.device
     engine.refuse_model(model, spec.dtype, device)
     return ChosenEngine(name, version, spec.dtype, python, device, spec.device, named=spec.engine is not None)
 
 
-def device_of(engine: Engine, asked: str) -> str:
+def _find_device(engine: Engine, asked: str) -> str:
     """The device that an engine computes on in this interpreter; raises RecipeError for one that it does not have."""
     try:
         return engine.find_device(asked)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# A GPU waits some microseconds for each kernel, whatever its size, so a few large ones are quicker than many that fit
-# into a processor's cache. 268 MB in float32: the largest layer of an 8B model in one piece.
+# Each kernel takes a GPU some microseconds to start, so few large kernels are faster than many small ones. 268 MB in
+# float32 hold the largest layer of an 8B model.
 GPU_ELEMENTS = 1 << 26
 
 

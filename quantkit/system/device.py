@@ -31,22 +31,16 @@ def find_device(asked: str = AUTO) -> str:
     try:
         ones = torch.ones(2, 2, dtype=torch.float64, device=name)
         (ones @ ones).sum().item()
-    except TypeError as error:  # no float64
-        if asked == AUTO:
+    except (TypeError, *FAILURES) as error:
+        if asked == AUTO and isinstance(error, TypeError):  # no float64
             return CPU
-        raise _useless(name, error) from None
-    except FAILURES as error:
-        raise _useless(name, error) from None
+        raise RecipeError(f"the device {name} cannot compute: {reason_of(error)}. Give --device cpu.") from None
     return name
 
 
 def _may_have_accelerator() -> bool:
-    """Whether torch must be asked: its CPU builds compute elsewhere only with a backend that is installed beside it."""
+    """Return whether to import torch and ask it. A CPU build has an accelerator only through a separate backend."""
     return "torch" in sys.modules or not version("torch").endswith("+cpu") or bool(entry_points(group="torch.backends"))
-
-
-def _useless(device: str, error: Exception) -> RecipeError:
-    return RecipeError(f"the device {device} cannot compute: {reason_of(error)}. Give --device cpu.")
 
 
 def described(device: str) -> str:

@@ -2,7 +2,7 @@
 
 Peak memory is that of a separate process. It counts the libraries, the weights that the engine holds, the activations
 of a block, the logits and, for divergences, the source's output layer. Files that are only mapped into memory are not
-counted: the system takes their pages back. Of a GPU it is the GPU's memory that is forecast.
+counted: the system takes their pages back. On a GPU the forecast is of the GPU's memory.
 """
 
 from __future__ import annotations
