@@ -60,14 +60,15 @@ class Blocks:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._last = time.monotonic()
+        self._last = 0.0
 
     def __call__(self, step: Step) -> None:
         """Take a change of a step."""
-        now = time.monotonic()
-        if step.work and step.done and not step.ended:
-            self.seconds.append(now - self._last)
-        self._last = now
+        if step.title.endswith("calibrating blocks") and not step.ended:
+            now = time.monotonic()
+            if step.done:
+                self.seconds.append(now - self._last)
+            self._last = now
 
 
 def _restart_peak() -> None:
@@ -133,7 +134,7 @@ def measure_loss(name: str, work: Path, asked: argparse.Namespace) -> dict[str, 
 
 
 def run_tests() -> dict[str, Any]:
-    """Run the tests of a device; they compute on the pretended one."""
+    """Run the tests of a device, on the machine's GPU or on a pretended one."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/conversion/test_device.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     return {"what": "tests", "passed": done.returncode == 0, "says": (done.stdout.strip().splitlines() or [""])[-1]}

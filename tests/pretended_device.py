@@ -41,8 +41,11 @@ class _Hook(_DummyPrivateUse1Hook):
         return _Module.there
 
 
-_setup_privateuseone_for_python_backend("card", _Module(), _Hook())
-CARD, CPU = torch.device("card", 0), torch.device("cpu")
+REAL = torch.accelerator.current_accelerator(check_available=True)  # beside it none can be pretended
+if REAL is None:
+    _setup_privateuseone_for_python_backend("card", _Module(), _Hook())
+NAME = "card" if REAL is None else REAL.type
+CARD, CPU = torch.device(NAME, 0), torch.device("cpu")
 ATEN = torch.ops.aten
 TRANSFERS = {ATEN.copy_.default, ATEN._to_copy.default}
 INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default}
@@ -172,3 +175,13 @@ def pretended_device():
         _Dispatch(),
     ):
         yield costs
+
+
+@contextmanager
+def some_device():
+    """The machine's GPU where it has one, else the pretended one; its name is `NAME`."""
+    if REAL is not None:
+        yield Counter()
+    else:
+        with pretended_device() as found:
+            yield found

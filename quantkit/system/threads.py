@@ -1,20 +1,23 @@
-"""Threads that cannot leave the thread that starts them waiting for ever.
+"""Threads that cannot leave another one waiting for ever.
 
-Python's own wait for the new thread's first step, which never comes where that step gets no memory
-(https://github.com/python/cpython/issues/140746).
+Python waits for a new thread's first step, and for what a pool's thread was given to do. Neither comes where that
+thread gets no memory to begin (https://github.com/python/cpython/issues/140746).
 """
 
 from __future__ import annotations
 
 import _thread
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from threading import Event, Lock
-from typing import Any
+from typing import Any, TypeVar
 
-LOOK = 1.0  # seconds between two looks at the parent
+LOOK = 1.0  # seconds between two looks at who may have ended
+Result = TypeVar("Result")
 
 
 def in_background(action: Callable[..., object], *arguments: Any) -> None:
@@ -43,6 +46,14 @@ def every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
         ended.set()
         with running:  # its last call is over
             pass
+
+
+def result_of(future: Future[Result], prefix: str) -> Result:
+    """What a pool whose threads' names begin with `prefix` makes; raise MemoryError where all of them have ended."""
+    while not wait((future,), LOOK).done:
+        if not any(thread.name.startswith(prefix) for thread in threading.enumerate()) and not future.done():
+            raise MemoryError
+    return future.result()
 
 
 def end_with_parent() -> None:

@@ -111,6 +111,10 @@ def test_a_limit_of_memory(method, tmp_path):
         child = started(arguments, tmp_path / "log", partial(limit, room << 20))
         said = child.wait()
         codes[room] = child.code
+        if child.code == 127:  # the C library ends a process that has no room for a thread's variables
+            assert "cannot allocate memory for thread-local data" in said, (room, said)
+            assert not out.exists()
+            continue
         assert child.code in (0, 1), (room, child.code, said)
         if child.code:
             assert "Traceback" not in said, (room, said)

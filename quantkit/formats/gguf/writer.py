@@ -33,11 +33,13 @@ from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
 from quantkit.models.source import Source
 from quantkit.system.processor import usable_cores
+from quantkit.system.threads import result_of
 
 if TYPE_CHECKING:
     from quantkit.checkpoints.spool import Spool
 
 SLAB_BYTES = 2 << 20  # of float32 rows
+PACKING = "packing"  # begins the names of the threads that pack
 Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]]]]
 Packed = Iterator[tuple[PlannedTensor, NDArray[np.uint8]]]
 
@@ -189,7 +191,7 @@ def _threads() -> int:
 def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: int, spool: Spool | None) -> Packed:
     """Yield (tensor, some of its rows packed) in the order of the file."""
     waiting: Waiting = deque()
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, PACKING) as pool:
         try:
             ready = spool.names() if spool is not None else set()
             for tensor in file.plan.tensors:
@@ -214,7 +216,7 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
 def _drain(waiting: Waiting, left: int = 0) -> Packed:
     while len(waiting) > left:
         tensor, future = waiting.popleft()
-        yield tensor, future.result()
+        yield tensor, result_of(future, PACKING)
 
 
 def _pack(
