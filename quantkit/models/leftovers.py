@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from quantkit.errors import SourceError, UnsupportedError
+from quantkit.errors import UnsupportedError
 from quantkit.models.skeleton import Skeleton, source_name
-from quantkit.models.source import SLAB_BYTES, Source
+from quantkit.models.source import Source, refuse_other_values
 
 
 def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str], list[str]]:
@@ -34,7 +34,7 @@ def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str],
         found = block.match(plain[name])
         known = any(pattern.search(name) for pattern in ignored)
         if plain[name] in tied:
-            _refuse_other_values(source, name, stored[tied[plain[name]]])
+            refuse_other_values(source, name, stored[tied[plain[name]]])
         elif known and found and int(found[1]) < len(skeleton.blocks) and plain[name][found.end() :] in layers:
             useless.append(name)
         elif known or found is None:
@@ -58,18 +58,3 @@ def _tied(skeleton: Skeleton, prefix: str) -> dict[str, str]:
         for name, value in skeleton.model.named_parameters(remove_duplicate=False)
         if names[id(value)] != name
     }
-
-
-def _refuse_other_values(source: Source, copy: str, name: str) -> None:
-    one, other = source.tensors[copy], source.tensors[name]
-    same = (one.dtype, one.shape) == (other.dtype, other.shape)
-    rows = one.shape[0] if one.shape else 1
-    step = max(1, rows * SLAB_BYTES // max(one.nbytes, 1))
-    for start in range(0, rows if same else 0, step):
-        stop = min(start + step, rows)
-        same = same and bool((source.read_rows(copy, start, stop) == source.read_rows(name, start, stop)).all())
-    if not same:
-        raise SourceError(
-            f"{source.model}: config.json ties {copy} to {name}, and the checkpoint holds other values for it. "
-            "Set tie_word_embeddings to false in config.json, or remove the tensor that is wrong."
-        )

@@ -253,3 +253,19 @@ class Source(ABC):
                     )
             tell(name, info.nbytes)
         self.proven_finite = True
+
+
+def refuse_other_values(source: Source, copy: str, name: str) -> None:
+    """Raise SourceError where the tensor `copy`, which config.json ties to `name`, is another one."""
+    one, other = source.tensors[copy], source.tensors[name]
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    rows = one.shape[0] if one.shape else 1
+    step = max(1, rows * SLAB_BYTES // max(one.nbytes, 1))
+    for start in range(0, rows if same else 0, step):
+        stop = min(start + step, rows)
+        same = same and bool((source.read_rows(copy, start, stop) == source.read_rows(name, start, stop)).all())
+    if not same:
+        raise SourceError(
+            f"{source.model}: config.json ties {copy} to {name}, and the checkpoint holds other values for it. "
+            "Set tie_word_embeddings to false in config.json, or remove the tensor that is wrong."
+        )

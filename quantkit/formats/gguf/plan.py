@@ -27,7 +27,7 @@ from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, is_taken,
 from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, choose_types
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, block_type
 from quantkit.formats.gguf.header import ALIGNMENT
-from quantkit.models.source import Source
+from quantkit.models.source import Source, refuse_other_values
 from quantkit.untrusted import told
 
 # Buffers that old checkpoints store and every engine computes.
@@ -227,6 +227,8 @@ def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalar
     missing: list[str] = []
     for slot, parts in zip(slots, stored, strict=True):
         if tied.intersection(slot.parts):
+            for copy in parts.values():
+                refuse_other_values(source, copy, *filled[EMBEDDING][1].values())
             if architecture.head_always:
                 filled[slot.name] = (slot, filled[EMBEDDING][1])
         elif slot.setting is None or of_config(source.settings, slot.setting):
