@@ -90,8 +90,10 @@ def prepare(
             "`quantkit methods` lists the others."
         )
     calibrated = method.calibrated(options)
-    device = find_device(device) if calibrated or device != AUTO else CPU
-    device = device if calibrated else CPU  # which other methods compute on alone
+    if calibrated or device != AUTO:
+        device = find_device(device)  # refuses one that is not there
+    if not calibrated:
+        device = CPU  # the other methods compute there only
     offload = _offload_bytes(device) if offload_gb is None else int(offload_gb * 1e9)
     return Job(kind.prepared(source), recipe, method, kind, options, device, offload)
 

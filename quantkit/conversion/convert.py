@@ -30,6 +30,8 @@ from quantkit.system.ranks.group import from_leader, place, size
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import parse_json, shown, told
 
+OF_A_RANK = ("device", "batch_tokens")  # keys of a fingerprint that may differ between ranks
+
 
 def convert(
     model_id: str,
@@ -68,9 +70,6 @@ def convert(
     )  # fmt: skip
     max_memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
     return run(job, out, force=force, max_memory=max_memory, progress=progress)
-
-
-OF_A_RANK = ("device", "batch_tokens")  # keys of a fingerprint that may differ between ranks
 
 
 def default_out(recipe: ConvertRecipe) -> Path:

@@ -256,7 +256,7 @@ class Source(ABC):
 
 
 def refuse_other_values(source: Source, copy: str, name: str) -> None:
-    """Raise SourceError where the tensor `copy`, which config.json ties to `name`, is another one."""
+    """Raise SourceError if the tensor `copy`, which config.json ties to `name`, has another dtype, shape or value."""
     one, other = source.tensors[copy], source.tensors[name]
     same = (one.dtype, one.shape) == (other.dtype, other.shape)
     rows = one.shape[0] if one.shape else 1

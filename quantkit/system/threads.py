@@ -1,7 +1,7 @@
-"""Threads that cannot leave another one waiting for ever.
+"""Threads that never leave another thread waiting forever.
 
-Python waits for a new thread's first step, and for what a pool's thread was given to do. Neither comes where that
-thread gets no memory to begin (https://github.com/python/cpython/issues/140746).
+Python waits for a new thread to start, and for a pool's thread to finish its task. Neither happens if that thread gets
+no memory to start (https://github.com/python/cpython/issues/140746).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
 
 
 def result_of(future: Future[Result], prefix: str) -> Result:
-    """What a pool whose threads' names begin with `prefix` makes; raise MemoryError where all of them have ended."""
+    """Return the future's result; raise MemoryError if its pool's threads, named `prefix` and on, have all ended."""
     while not wait((future,), LOOK).done:
         if not any(thread.name.startswith(prefix) for thread in threading.enumerate()) and not future.done():
             raise MemoryError

@@ -261,9 +261,14 @@ def test_a_tied_weight_that_is_stored_twice(folder, method):
     save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
     manifest = convert(str(folder), method, out="same").manifest
     assert not any("left out" in note for note in manifest.notes)
-    for other in (head.half(), head.index_fill(0, torch.tensor([len(head) - 1]), 1)):
+    changed = head.clone()
+    changed[-1, 0] += 1
+    for other in (head.half(), changed):
         save_file(weights | {"lm_head.weight": other}, folder / "model.safetensors")
         refused(folder, "ties lm_head.weight to model.embed_tokens.weight", "tie_word_embeddings", method=method)
+    del weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
+    refused(folder, "model.embed_tokens.weight", method=method)
 
 
 def test_tensors_beside_the_model_that_look_like_codes_are_left_out(folder):

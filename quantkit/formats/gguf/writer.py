@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quantkit.checkpoints.spool import Spool
 
 SLAB_BYTES = 2 << 20  # of float32 rows
-PACKING = "packing"  # begins the names of the threads that pack
+PACKING = "packing"  # prefix of the names of the threads that pack
 Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]]]]
 Packed = Iterator[tuple[PlannedTensor, NDArray[np.uint8]]]
 
@@ -76,7 +76,10 @@ def plan_file(
     split_bytes: int = 0,
     weighted: bool = False,
 ) -> GgufFile:
-    """Plan a file from headers and the tokenizer alone; raises UnsupportedError, SourceError."""
+    """Plan a file from headers and the tokenizer; raises UnsupportedError, SourceError.
+
+    Weights are read only where the checkpoint stores a tied head as well, which has to equal the embedding.
+    """
     plan = make_plan(source, file_type, types, weighted)
     return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes, weighted)
 
