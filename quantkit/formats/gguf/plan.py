@@ -27,7 +27,7 @@ from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, is_taken,
 from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, choose_types
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, block_type
 from quantkit.formats.gguf.header import ALIGNMENT
-from quantkit.models.source import Source, refuse_other_values
+from quantkit.models.source import Source
 from quantkit.untrusted import told
 
 # Buffers that old checkpoints store and every engine computes.
@@ -225,10 +225,8 @@ def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalar
     alternatives = {slot.group for slot, parts in zip(slots, stored, strict=True) if parts} - {None} or {0}
     filled: dict[str, Filled] = {}
     missing: list[str] = []
-    copies: list[str] = []  # of the embedding, as a tied head
     for slot, parts in zip(slots, stored, strict=True):
         if tied.intersection(slot.parts):
-            copies = list(parts.values())
             if architecture.head_always:
                 filled[slot.name] = (slot, filled[EMBEDDING][1])
         elif slot.setting is None or of_config(source.settings, slot.setting):
@@ -244,8 +242,6 @@ def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalar
             f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}. "
             "Fetch the checkpoint again, or give the config.json that belongs to these weights."
         )
-    for copy in copies:
-        refuse_other_values(source, copy, *filled[EMBEDDING][1].values())
     used = tied.union(scalars, *(parts.values() for _, parts in filled.values()))
     extra = [
         name

@@ -26,12 +26,12 @@ from quantkit.errors import SourceError
 from quantkit.formats.gguf.architectures.expected_shapes import is_flat
 from quantkit.formats.gguf.architectures.row_orders import RowReader, in_order
 from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS
-from quantkit.formats.gguf.file_types import TABLES
+from quantkit.formats.gguf.file_types import EMBEDDING, TABLES
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
-from quantkit.models.source import Source
+from quantkit.models.source import Source, refuse_other_values
 from quantkit.system.processor import usable_cores
 from quantkit.system.threads import result_of
 
@@ -81,7 +81,16 @@ def plan_file(
     Weights are read only where the checkpoint stores a tied head as well, which has to equal the embedding.
     """
     plan = make_plan(source, file_type, types, weighted)
+    _refuse_another_head(source, plan)
     return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes, weighted)
+
+
+def _refuse_another_head(source: Source, plan: Plan) -> None:
+    head = plan.architecture.head
+    stored = {head, head.removeprefix(plan.architecture.prefix)} & source.tensors.keys() if plan.shape.tied else ()
+    embedding = next(tensor for tensor in plan.tensors if tensor.name == EMBEDDING)
+    for copy in stored:
+        refuse_other_values(source, copy, *embedding.parts.values())
 
 
 def write_file(
