@@ -42,6 +42,10 @@ class UnsupportedError(QuantkitError):
     """A model or shape that the method, engine or format cannot take."""
 
 
+class ValuesError(UnsupportedError):
+    """Values beyond what is stored. Other methods' checks read no values, so nobody knows which would take them."""
+
+
 class ArtifactError(QuantkitError):
     """An artifact that is missing, corrupted or not made by quantkit."""
 

@@ -1,4 +1,5 @@
 import gc
+import os
 import sys
 import venv
 from pathlib import Path
@@ -145,13 +146,13 @@ def tiny_llama(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory, worker_id):
+def once(tmp_path_factory):
     """once(name, make): the folder of that name that `make(folder)` writes, made once for all test processes.
 
     Tests only read it; one that changes files works on a copy.
     """
     base = tmp_path_factory.getbasetemp()
-    shared = (base if worker_id == "master" else base.parent) / "once"
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
     shared.mkdir(exist_ok=True)
 
     def get(name, make):

@@ -1,5 +1,3 @@
-"""What bench/ reads by itself: layers of several bits, and errors made on purpose."""
-
 import ast
 
 import pytest

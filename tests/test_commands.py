@@ -26,7 +26,7 @@ QUANTKIT = str(Path(sys.executable).parent / "quantkit")
 # Words of commands that are not run, and why.
 NOT_RUN = {
     "eval-tasks": "the harness fetches the tasks' questions from the hub; tests/evaluation/test_tasks.py runs its own",
-    "ray": "needs a cluster; tests/sweep/test_ray.py begins one",
+    "ray": "needs a cluster; tests/sweep/test_executors.py begins one",
     "cuda": "needs a GPU; bench/gpu.py is for that",
     "cuda:1": "needs two GPUs",
     "--create": "needs the hub; tests/publishing has a server of its own",
@@ -39,7 +39,6 @@ HEALTH = "http://127.0.0.1:8000/v1/models"
 
 
 def asked():
-    """(page, words), the README first, each command once."""
     seen = set()
     for page in RUNNABLE:
         for words in commands(page.read_text(encoding="utf-8")):
@@ -73,7 +72,6 @@ def prepare(folder, words):
 
 
 def serve(folder, words, log):
-    """Start a server; return when it answers."""
     with log.open("w") as said:
         server = subprocess.Popen([QUANTKIT, *words], cwd=folder, stdout=said, stderr=subprocess.STDOUT, text=True)
     for _ in range(120):
@@ -87,7 +85,6 @@ def serve(folder, words, log):
 
 
 def end(server):
-    """Stop it and wait until it is gone."""
     server.terminate()
     server.wait(60)
 

@@ -30,6 +30,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", CHANGELOG, *sorted((ROOT 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 COMMANDS = typer.main.get_command(app)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+METHOD_FILES = ("quantkit/methods/mse.py", "tests/methods/test_mse.py", "docs/methods.md")
+FORMAT_FILES = ("quantkit/formats/row8/__init__.py", "tests/formats/test_row8.py", "docs/formats.md")
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,6 @@ class Example:
                 )
 
 
-METHOD_FILES = ("quantkit/methods/mse.py", "tests/methods/test_mse.py", "docs/methods.md")
-FORMAT_FILES = ("quantkit/formats/row8/__init__.py", "tests/formats/test_row8.py", "docs/formats.md")
 EXAMPLES = (
     Example(ROOT / "docs" / "add-a-method.md", "mse", methods, METHOD_FILES),
     Example(ROOT / "docs" / "add-a-format.md", "row8", formats, FORMAT_FILES),
@@ -113,7 +113,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_links_resolve():
+def test_links_resolve_and_no_machine_is_named():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
             if target.startswith("https://"):
@@ -122,6 +122,10 @@ def test_links_resolve():
             there = (page.parent / path).resolve() if path else page
             assert there.exists() or name_of(there) == "docs/perplexity-size.svg", (page, target)
             assert not anchor or anchor in anchors(there), (page, target)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r"(?<![\w.])/(?:work|home|root|tmp|opt|usr|Users)/\S*", text), page
+        assert not re.findall(r"(?i)\b(?:pypi|files\.pythonhosted|download\.pytorch)\S*", text), page
 
 
 def test_paths_of_the_package_exist():
@@ -137,13 +141,6 @@ def test_paths_of_the_package_exist():
             if known and "NAME" not in path and path not in made and not any(one.exists() for one in there):
                 wrong.append(f"{name_of(page)}: {path}")
     assert not wrong
-
-
-def test_pages_name_no_machine():
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert not re.findall(r"(?<![\w.])/(?:work|home|root|tmp|opt|usr|Users)/\S*", text), page
-        assert not re.findall(r"(?i)\b(?:pypi|files\.pythonhosted|download\.pytorch)\S*", text), page
 
 
 def parse_command(words):

@@ -1,5 +1,3 @@
-"""The examples and the README's Python run on a tiny model, on the bundled text."""
-
 import json
 import re
 import runpy
@@ -14,7 +12,6 @@ pytestmark = pytest.mark.usefixtures("here", "no_hub")
 
 
 def run(name, *arguments):
-    """Run an example as `python NAME ARGUMENTS` does, in this process; warnings are errors here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_path(str(EXAMPLES[name]), run_name="__main__")

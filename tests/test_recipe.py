@@ -1,5 +1,3 @@
-"""A file, a call and a command line say the same thing, and a wrong word in any of them is told."""
-
 from pathlib import Path
 
 import pytest
@@ -61,20 +59,14 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(tiny, tmp_path, 
     assert [variant.label for variant in from_file.value.args[0].variants] == ["rtn-4", "gguf-Q2_K", "nf4"]
 
 
-@pytest.mark.parametrize(
-    ("variant", "label"),
-    [
-        ({"method": "gptq", "bits": 4, "options": {"sym": False, "group_size": 32}}, "gptq-4 group_size=32 sym=False"),
-        ({"method": "rtn", "options": {"sym": False}, "format": "awq"}, "rtn sym=False format=awq"),
-        ({"method": "gptq", "options": {"layer_bits": {"a": 8, "b": 3}}}, "gptq layer_bits=a=8,b=3"),
-        ("ctranslate2:int8", "ctranslate2-int8"),
-    ],
-)
-def test_a_label_names_method_bits_and_options(variant, label):
-    assert parse_variant(variant).label == label
-
-
-def test_labels_of_long_options_are_short_and_differ():
+def test_labels_name_method_bits_and_options_and_those_of_long_options_are_short_and_differ():
+    options = {"sym": False, "group_size": 32}
+    assert parse_variant({"method": "gptq", "bits": 4, "options": options}).label == "gptq-4 group_size=32 sym=False"
+    variant = {"method": "rtn", "options": {"sym": False}, "format": "awq"}
+    assert parse_variant(variant).label == "rtn sym=False format=awq"
+    variant = {"method": "gptq", "options": {"layer_bits": {"a": 8, "b": 3}}}
+    assert parse_variant(variant).label == "gptq layer_bits=a=8,b=3"
+    assert parse_variant("ctranslate2:int8").label == "ctranslate2-int8"
     """As the recipe of a choice has them: each layer with its bits."""
     one = {f"model.layers.{n}.mlp.down_proj": 4 for n in range(80)}
     others = [{**one, "model.layers.79.mlp.down_proj": 8}, {name.replace("down", "up"): 4 for name in one}]
@@ -84,15 +76,12 @@ def test_labels_of_long_options_are_short_and_differ():
     assert len(set(labels)) == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("model: m\nmethod: rtn\nsed: 1", "unknown key 'sed'. Did you mean 'seed'?"),
-        ("model: m\nvariants: [{method: rtn, bis: 4}]", "'variants.0.bis'. Did you mean 'bits'?"),
-        ("model: m\nmethod: rtn\ncalibration: {length: 1}", "calibration.length = 1 cannot be used"),
-        ("method: rtn", "the key 'model' is missing"),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    ("model: m\nmethod: rtn\nsed: 1", "unknown key 'sed'. Did you mean 'seed'?"),
+    ("model: m\nvariants: [{method: rtn, bis: 4}]", "'variants.0.bis'. Did you mean 'bits'?"),
+    ("model: m\nmethod: rtn\ncalibration: {length: 1}", "calibration.length = 1 cannot be used"),
+    ("method: rtn", "the key 'model' is missing"),
+])  # fmt: skip
 def test_a_wrong_key_or_value_is_named(text, says, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(RecipeError) as error:
@@ -101,14 +90,11 @@ def test_a_wrong_key_or_value_is_named(text, says, tmp_path):
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("record", "values", "key"),
-    [
-        (CalibrationSpec, {"sequences": True}, "sequences"),
-        (EvaluationSpec, {"threads": [True]}, "threads"),
-        (Measurement, {"name": "x", "value": 1.0, "unit": "", "details": {"p99": True}}, "details"),
-    ],
-)
+@pytest.mark.parametrize(("record", "values", "key"), [
+    (CalibrationSpec, {"sequences": True}, "sequences"),
+    (EvaluationSpec, {"threads": [True]}, "threads"),
+    (Measurement, {"name": "x", "value": 1.0, "unit": "", "details": {"p99": True}}, "details"),
+])  # fmt: skip
 def test_true_is_no_number(record, values, key):
     """To Python it is 1."""
     with pytest.raises(RecipeError, match=f"here: {key} = .* cannot be used: it is neither a number nor a text"):

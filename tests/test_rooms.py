@@ -21,6 +21,7 @@ ROOMS = (
     *("methods", "serving", "publishing", "sweep"),
     *("cli", "__init__", "__main__"),
 )
+FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 
 
 def trees():
@@ -71,7 +72,6 @@ def upward(known):
 
 
 def circle(known):
-    """The modules of a circle of imports, if there is one."""
     graph = {
         importer: {module for module, _, _ in imports(tree, known) if module not in ("__init__", importer)}
         for importer, tree in known.items()
@@ -92,35 +92,25 @@ def test_every_import_points_down():
     assert names - {"__pycache__"} <= set(ROOMS)
 
 
-def test_packages_hold_nothing_but_words_or_a_record():
+def test_packages_hold_nothing_but_words_and_test_files_have_names_of_their_own():
     """An `__init__.py` is a docstring, or a format's or a method's own file: light paths load what they need."""
     allowed = {PACKAGE, *(PACKAGE / "formats").iterdir(), *(PACKAGE / "methods").iterdir()}
     for path in PACKAGE.rglob("__init__.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body
         assert path.parent in allowed or len(body) == 1, path
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
-FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("from quantkit.methods import rtn", 1),
-        ("import quantkit.methods.rtn", 1),
-        ("def f():\n    from quantkit.methods.rtn import Rounds", 1),
-        (f"{FOR_TYPES}from quantkit.methods.rtn import METHOD", 1),
-        (f"{FOR_TYPES}from quantkit.methods.rtn import Rounds", 0),  # a Protocol may be named for types
-    ],
-)
+@pytest.mark.parametrize(("text", "count"), [
+    ("from quantkit.methods import rtn", 1),
+    ("import quantkit.methods.rtn", 1),
+    ("def f():\n    from quantkit.methods.rtn import Rounds", 1),
+    (f"{FOR_TYPES}from quantkit.methods.rtn import METHOD", 1),
+    (f"{FOR_TYPES}from quantkit.methods.rtn import Rounds", 0),  # a Protocol may be named for types
+])  # fmt: skip
 def test_a_wrong_import_is_found(text, count):
     later = "from quantkit.numerics.grid import x\nclass Rounds(Protocol):\n    pass\n"
     known = {"numerics.grid": ast.parse(text), "methods.rtn": ast.parse(later)}
     assert upward(known) == ["numerics.grid imports methods.rtn"] * count
     assert {"numerics.grid", "methods.rtn"} == set(circle(known))
-
-
-def test_every_test_file_has_a_name_of_its_own():
-    """pytest imports them by their names alone."""
-    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
-    assert not [name for name, count in names.items() if count > 1]

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 from tokenizers.pre_tokenizers import FixedLength
 
+from quantkit import untrusted
 from quantkit.errors import LONGEST, RecipeError, ResourceError, SourceError
-from quantkit.untrusted import (
-    depth_exceeds,
-    inside,
-    parse_json,
-    parse_yaml,
-    read_object,
-    read_text,
-    silenced,
-    told,
-    whole_number,
+from quantkit.untrusted import depth_exceeds, parse_json, parse_yaml, read_object, read_text, silenced, told
+
+# 400 bytes whose aliases stand for 9^9 values.
+BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "\n".join(
+    f"{new}: &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -24,14 +20,11 @@ class Panic(BaseException):
     """As a Rust library raises it."""
 
 
-@pytest.mark.parametrize(
-    ("raised", "says"),
-    [
-        (ValueError("broken at 3.\nmore"), "x.json: broken at 3. Fetch it."),
-        (RecursionError(), "x.json: RecursionError. Fetch it."),
-        (Panic("index out of bounds"), "x.json: index out of bounds. Fetch it."),
-    ],
-)
+@pytest.mark.parametrize(("raised", "says"), [
+    (ValueError("broken at 3.\nmore"), "x.json: broken at 3. Fetch it."),
+    (RecursionError(), "x.json: RecursionError. Fetch it."),
+    (Panic("index out of bounds"), "x.json: index out of bounds. Fetch it."),
+])  # fmt: skip
 def test_whatever_is_raised_is_told(raised, says):
     with pytest.raises(SourceError) as caught, told("x.json", SourceError, "Fetch it."):
         raise raised
@@ -45,12 +38,9 @@ def test_errors_of_ours_and_interruptions_pass():
         assert caught.value is error
 
 
-def test_too_little_memory_is_told_as_that():
+def test_too_little_memory_and_a_real_panic_without_what_it_prints_are_told(capfd):
     with pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"), told("x", SourceError):
         np.empty(1 << 60, np.uint8)
-
-
-def test_a_real_panic_is_told_without_what_it_prints(capfd):
     cutter = FixedLength(0)
     with pytest.raises(SourceError, match="chunk size must be non-zero"), told("x", SourceError), silenced():
         cutter.pre_tokenize_str("abc")
@@ -63,12 +53,6 @@ def test_a_message_is_one_bounded_line_without_control_characters():
     assert text.endswith("Mend it.")
     assert len(text) <= LONGEST
     assert text.isprintable()
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "", "1" * 5000, "\ud800", b"\xff"])
-def test_json_that_is_none(text):
-    with pytest.raises(SourceError, match="that file is not valid JSON"):
-        parse_json(text, "that file", SourceError)
 
 
 @pytest.mark.parametrize("text", [r'{"\uDBFF": 1}', r'["\ud83d", "\ude00"]'])
@@ -105,12 +89,6 @@ def test_objects_and_texts_are_bounded(tmp_path):
         read_text(tmp_path, SourceError)
 
 
-# 400 bytes whose aliases stand for 9^9 values.
-BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "\n".join(
-    f"{new}: &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
 def test_a_bomb_of_aliases_takes_no_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for text in (BOMB, "a: &a [*a]"):
@@ -119,13 +97,13 @@ def test_a_bomb_of_aliases_takes_no_memory():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "a: 2024-02-30", "a: !!python/object:os.x", "\x00"])
-def test_yaml_that_is_none(text):
-    with pytest.raises(RecipeError, match="that text is not valid YAML"):
-        parse_yaml(text, "that text", RecipeError)
-
-
-def test_yaml_that_is_some():
+def test_json_and_yaml_that_are_none_and_some_that_is():
+    for text in ("[" * 100_000, "", "1" * 5000, "\ud800", b"\xff"):
+        with pytest.raises(SourceError, match="that file is not valid JSON"):
+            parse_json(text, "that file", SourceError)
+    for text in ("[" * 20_000, "a: 2024-02-30", "a: !!python/object:os.x", "\x00"):
+        with pytest.raises(RecipeError, match="that text is not valid YAML"):
+            parse_yaml(text, "that text", RecipeError)
     assert parse_yaml("a: &x {b: 1}\nc: *x\nd: no", "text", RecipeError) == {"a": {"b": 1}, "c": {"b": 1}, "d": False}
     assert parse_yaml("d: no\ne: 2024-02-30", "text", RecipeError, plain=True) == {"d": "no", "e": "2024-02-30"}
 
@@ -134,14 +112,14 @@ def test_inside(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "up").symlink_to("../b")
     (tmp_path / "a" / "own").symlink_to("file")
-    assert not inside(tmp_path / "a", tmp_path / "a" / "up")
+    assert not untrusted.inside(tmp_path / "a", tmp_path / "a" / "up")
     (tmp_path / "a" / "circle").symlink_to("circle")
-    assert not inside(tmp_path / "a", tmp_path / "a" / "circle")
-    assert inside(tmp_path / "a", tmp_path / "a" / "own")
+    assert not untrusted.inside(tmp_path / "a", tmp_path / "a" / "circle")
+    assert untrusted.inside(tmp_path / "a", tmp_path / "a" / "own")
 
 
 @pytest.mark.parametrize("value", [0, 11, 1.0, True])
 def test_numbers_out_of_range(value):
     with pytest.raises(SourceError, match=r"config: size is .*, not a whole number from 1 to 10"):
-        whole_number({"size": value}, "size", 1, 10, "config", SourceError)
-    assert whole_number({}, "size", 1, 10, "config", SourceError) is None
+        untrusted.whole_number({"size": value}, "size", 1, 10, "config", SourceError)
+    assert untrusted.whole_number({}, "size", 1, 10, "config", SourceError) is None

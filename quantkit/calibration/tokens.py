@@ -48,7 +48,8 @@ def draw_tokens(
     if have < spec.sequences and not (text.bundled and have):
         raise TextError(
             f"the calibration text {text.name} is too short: {len(ids)} tokens hold {have} of the asked "
-            f"{spec.sequences} sequences of {spec.length}. Give a longer text or fewer sequences."
+            f"{spec.sequences} sequences of {spec.length}. Give a longer text or {'fewer' if have else 'shorter'} "
+            "sequences."
         )
     count = min(have, spec.sequences)
     chosen = np.sort(np.random.default_rng(seed).permutation(have)[:count])

@@ -20,6 +20,7 @@ from quantkit.artifact import AdapterEntry
 from quantkit.checkpoints.adapter_config import AGAIN, CONFIG, MERGE_FIRST, AdapterConfig
 from quantkit.checkpoints.floats import FLOATS, STORED, count_unusable, to_float32
 from quantkit.checkpoints.safetensors import TensorInfo, read_bytes, read_header
+from quantkit.checkpoints.wrapped_names import PARALLEL, unwrapped
 from quantkit.errors import SourceError
 from quantkit.system.files import sha256_of
 from quantkit.untrusted import inside, path_of, shown
@@ -27,6 +28,7 @@ from quantkit.untrusted import inside, path_of, shown
 WEIGHTS = "adapter_model.safetensors"
 SLAB = 1 << 22  # bytes that are looked at together
 PREFIX = "base_model.model."
+NEW_ROWS = "new_embeddings.safetensors"  # of tokens that the base model lacks, as vLLM once read them
 # What a tensor is of a layer's change, at the end of its name.
 PARTS = {
     "lora_A.weight": "A",
@@ -65,10 +67,12 @@ class Adapter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if (folder / NEW_ROWS).exists():
+            raise SourceError(f"{folder} adds rows to the embedding ({NEW_ROWS}), which are not merged. {MERGE_FIRST}")
         self._config = AdapterConfig(folder)
         self.base = self._config.base
         self.replaced: dict[str, TensorInfo] = {}
-        tensors = _read_weights(folder)
+        tensors = unwrapped(_read_weights(folder), (PARALLEL,))
         parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
         for name, info in tensors.items():
             self._sort(name, info, parts)

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from quantkit.errors import SourceError
-from quantkit.untrusted import inside, read_object
+from quantkit.untrusted import inside, read_object, shown
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is what makes a tokenizer
-TOKENIZER_FILES = (
+# Patterns of fnmatch, which the hub takes, too. One of the vocabularies is what makes a tokenizer.
+VOCABULARIES = (
     "tokenizer.json",
-    "tokenizer_config.json",
     "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+    "spiece.model",
+    "sentencepiece.model",
+    "sentencepiece.bpe.model",
+)
+TEMPLATES = "additional_chat_templates"  # the folder of those that have a name
+TOKENIZER_FILES = (
+    *VOCABULARIES,
+    "tokenizer.model.v*",  # mistral-common's
+    "tokenizer.[0-9]*.json",  # `fast_tokenizer_files` of versions of transformers
+    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    f"{TEMPLATES}/*.jinja",
 )
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
@@ -28,9 +42,12 @@ PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
+    "audio_tokenizer_config.json",
     "chat_template.json",
 )
-SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION, "LICENSE", "LICENSE.md", "LICENSE.txt")
+# Licences by all their names: LICENSE-MODEL, Licence.txt, NOTICE.md, USE_POLICY.md.
+TERMS = ("LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "[Nn]otice*", "*USE_POLICY*", "*[Uu]se_[Pp]olicy*")
+SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION, *TERMS)
 # Those that hold keys and values.
 OBJECTS = (
     TOKENIZER_SETTINGS,
@@ -43,13 +60,30 @@ OBJECTS = (
 LARGEST, LARGEST_OBJECT, LARGEST_TEMPLATE = 1 << 26, 1 << 24, 1 << 20
 
 
+# What is never a text: code, weights, pickles.
+NO_TEXT = (".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".safetensors", ".gguf")
+# What loaders could read: a note names those of them that are not copied.
+READABLE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
+
+
+def matches(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
+    """Whether a file of that name, relative to its checkpoint, is one of the side files."""
+    return not name.lower().endswith(NO_TEXT) and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _named(origin: Path) -> dict[str, Path]:
+    """By name what is called like a side file, of whatever kind it is; a folder is none."""
+    paths = (path for folder in (origin, origin / TEMPLATES) if folder.is_dir() for path in sorted(folder.iterdir()))
+    names = {path.relative_to(origin).as_posix(): path for path in paths if path.is_symlink() or not path.is_dir()}
+    return {name: path for name, path in names.items() if matches(name)}
+
+
 def refuse_large_files(origin: Path) -> None:
     """Raise SourceError for a side file that is larger than any that is published."""
-    for name in SIDE_FILES:
-        path = origin / name
+    for name, path in find_side_files(origin).items():
         most = LARGEST_OBJECT if name in OBJECTS else LARGEST_TEMPLATE if name.endswith(".jinja") else LARGEST
-        if path.is_file() and (size := path.stat().st_size) > most:
-            raise SourceError(f"{path} has {size:,} bytes; at most {most:,} are read. Fetch the file again.")
+        if (size := path.stat().st_size) > most:
+            raise SourceError(f"{path} has {size:,} bytes; at most {most:,} are read")
 
 
 def refuse_side_files(origin: Path) -> None:
@@ -58,19 +92,34 @@ def refuse_side_files(origin: Path) -> None:
     Whoever made the folder could otherwise have any file of the user's copied into what he publishes.
     """
     refuse_large_files(origin)
-    for name in SIDE_FILES:
-        path = origin / name
-        if path.is_symlink() and not inside(origin, path):
+    for name, path in _named(origin).items():
+        if not inside(origin, path):
             raise SourceError(f"{path} is a link out of its folder. Put the file itself there, or remove the link.")
         if path.exists() and not path.is_file():
             raise SourceError(f"{path} is no file. Fetch the checkpoint again.")
+        if not name.isprintable() or "\\" in name:
+            raise SourceError(f"{origin} has a file with the name {shown(name)}. Rename it.")
         if name in OBJECTS and path.is_file():
             read_object(path, SourceError, "Fetch the file again.")
 
 
-def find_side_files(origin: Path) -> dict[str, Path]:
+def find_side_files(origin: Path, patterns: Iterable[str] = SIDE_FILES) -> dict[str, Path]:
     """Those of them that are in `origin`, by name."""
-    return {name: path for name in SIDE_FILES if (path := origin / name).is_file()}
+    return {name: path for name, path in _named(origin).items() if path.is_file() and matches(name, patterns)}
+
+
+def note_not_copied(origin: Path) -> tuple[str, ...]:
+    """A note of the files in `origin` that a loader could read and that are no side files; none where all are."""
+    names = sorted(
+        path.name
+        for path in origin.iterdir()
+        if path.name.endswith(READABLE)
+        and not (path.name.startswith(".") or path.name == "config.json" or path.name.endswith(".index.json"))
+        and "quant" not in path.name  # settings of weights, which are read with them
+        and not matches(path.name)
+    )
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (f"not copied from the source: {', '.join(names[:3])}{more}",) if names else ()
 
 
 def copy_side_files(origin: Path, folder: Path) -> None:
@@ -85,6 +134,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
     The code that a tokenizer names (`auto_map`) is not there, and is not named in the copy.
     """
     for name, path in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
     settings = folder / TOKENIZER_SETTINGS
     if settings.is_file():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.calibration.tokens import context_notes, draw_tokens
-from quantkit.checkpoints.side_files import VOCABULARIES
+from quantkit.checkpoints.side_files import GENERATION, VOCABULARIES
 from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.conversion.alternatives import alternatives_to
@@ -25,7 +25,7 @@ from quantkit.models.source import Source
 from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, parse
 from quantkit.system.device import CPU, device_memory, find_device
 from quantkit.system.ranks.group import size
-from quantkit.untrusted import shown
+from quantkit.untrusted import read_object, shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
 KEPT_SO, LOST = "are kept as they are, unquantized", "are left out"  # what becomes of tensors beside the model
@@ -112,6 +112,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
     _refuse_ranks(job)
     source, kept_notes = _keeping(job, job.source, job.source.kept)
     job = job.changed(source=source)
+    tokenizer_notes = _tokenizer_notes(source)  # first: a tokenizer that cannot be used is refused by every method
     try:
         job = job.changed(checked=job.method.check(job))
     except UnsupportedError as error:
@@ -124,7 +125,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         *_source_notes(job.source),
         *_untested_notes(job),
         *_left_alone_notes(job),
-        *_tokenizer_notes(job.source),
+        *tokenizer_notes,
     )
     wide = map(job.source.kept_info, job.source.kept)  # methods count two bytes for each value that stays as it is
     nbytes = job.checked.nbytes + sum(max(0, info.nbytes - 2 * info.parameters) for info in wide)
@@ -218,7 +219,7 @@ def _tokenizer_notes(source: Source) -> tuple[str, ...]:
     is_folder = "config.json" in source.hashed_files
     if is_folder and source.side_files().keys().isdisjoint(VOCABULARIES):
         raise SourceError(
-            f"{source.model} has no tokenizer ({', '.join(VOCABULARIES)}), so an artifact of it could be neither "
+            f"{source.model} has no tokenizer ({', '.join(VOCABULARIES[:3])}), so an artifact of it could be neither "
             "judged nor used. Put the tokenizer's files beside the weights."
         )
     tokenizer, config = source.tokenizer(), source.settings.get_text_config().to_dict()
@@ -228,10 +229,23 @@ def _tokenizer_notes(source: Source) -> tuple[str, ...]:
     refuse_ids(config, encode(tokenizer, "a"), "every text")
     rows = vocabulary_of(config)
     without_row = [token for token, place in added.items() if rows is not None and place >= rows]
+    notes = _ends_notes(source, config, rows)
     if not without_row:
-        return ()
+        return notes
     first = ", ".join(map(shown, without_row[:3]))
-    return (f"the tokenizer has added tokens that the model has no row for: {first}; {ADD_ROWS}",)
+    return (*notes, f"the tokenizer has added tokens that the model has no row for: {first}; {ADD_ROWS}")
+
+
+def _ends_notes(source: Source, config: dict[str, Any], rows: int | None) -> tuple[str, ...]:
+    """What ids of special tokens have no row in the embedding; published models have such, which work."""
+    path = source.side_files().get(GENERATION)
+    given = config | (read_object(path, SourceError, "Fetch it again.") if path else {})
+    return tuple(
+        f"{name} is {shown(ids)}, and the embedding has {rows} rows: the model cannot take or give this token"
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if (ids := given.get(name)) is not None and rows is not None
+        if any(number >= rows for number in (ids if isinstance(ids, list) else [ids]) if number is not None)
+    )
 
 
 def _with_leftovers(job: Job) -> Job:

@@ -20,7 +20,7 @@ from quantkit.conversion.check import CheckedJob, check, prepare_job
 from quantkit.conversion.manifest import fingerprint, make_manifest
 from quantkit.conversion.prove import check_values
 from quantkit.conversion.staging import place_of, refuse_existing, refuse_overlap, staged
-from quantkit.errors import RecipeError, SourceError, UnsupportedError
+from quantkit.errors import RecipeError, SourceError, UnsupportedError, ValuesError
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
@@ -151,8 +151,11 @@ def _make(job: Job, folder: Path, progress: Progress) -> None:
     try:
         job = job.settled(current)
         job.method.write(job, current)
+    except ValuesError:
+        raise
     except UnsupportedError as error:
-        raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job, job.method.name)}") from error
+        hint = alternatives_to(job, job.method.name, job.method.calibrated(job.options))
+        raise UnsupportedError(f"{str(error).rstrip('.')}. {hint}") from error
     manifest = make_manifest(job, current)
     weight_error = check_values(job, Artifact(folder, manifest), progress)
     manifest = add_card(folder, manifest.model_copy(update={"weight_error": weight_error}), text, inherited)

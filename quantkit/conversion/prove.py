@@ -52,7 +52,7 @@ def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightErro
     if errors[worst] >= WORST_WEIGHT_ERROR:
         raise ArtifactError(
             f"{artifact.folder}: the tensor {worst} reads back with a relative error of {errors[worst]:.2f}, so its "
-            f"values are lost. Use more bits than {job.bits}."
+            f"values are lost. Use more bits than {job.bits}, or another method."
         )
     mean = sum(errors.values()) / len(errors)
     return WeightError(mean=round(mean, 6), worst=round(errors[worst], 6), worst_tensor=worst)

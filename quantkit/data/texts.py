@@ -103,7 +103,8 @@ def _wikitext(split: Split) -> Text | None:
             pass
     except (OSError, ValueError, HTTPException):
         return None
-    with told("WikiText-2 could not be loaded from the hub", TextError, "Give a file with --text."):
+    option = "--text" if split == "evaluation" else "--calibration-text"
+    with told("WikiText-2 could not be loaded from the hub", TextError, f"Give a file with {option}."):
         import datasets  # takes half a second, so only where there is something to load
 
         rows = datasets.load_dataset(*WIKITEXT, split=HUB_SPLIT[split])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from quantkit.artifact import Artifact
@@ -23,6 +25,8 @@ from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import path_of
 
+MOST_FILES = 50_000  # below the folder of further tasks; lm-eval brings some 15,000
+
 
 class TaskReport(Strict):
     """Accuracy on tasks: `results` by task and figure as the harness names them, with its own version."""
@@ -36,6 +40,11 @@ class TaskReport(Strict):
     num_fewshot: dict[str, int]
     samples: dict[str, int]
     lm_eval: str
+
+
+def _files_below(folder: str) -> Iterator[int]:
+    """How many files were seen so far, folder by folder; what cannot be read counts as empty."""
+    return accumulate(len(files) for _, _, files in os.walk(folder))
 
 
 def evaluate_tasks(
@@ -74,6 +83,11 @@ def evaluate_tasks(
         raise RecipeError("no task is asked for. Give some with --tasks, such as wikitext.")
     if spec.include is not None and not Path(spec.include).is_dir():
         raise RecipeError(f"the folder {include} of further tasks does not exist")
+    if spec.include is not None and any(total > MOST_FILES for total in _files_below(spec.include)):
+        raise RecipeError(
+            f"the folder {include} of further tasks holds more than {MOST_FILES:,} files, and lm-eval reads them all. "
+            "Give the folder that holds only the tasks."
+        )
     model = open_model(artifact, revision, adapters)
     chosen = choose(
         model, parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")

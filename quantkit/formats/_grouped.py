@@ -18,10 +18,11 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
-from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
+from quantkit.errors import ArtifactError, RecipeError, UnsupportedError, ValuesError
 from quantkit.formats._grouped_layout import AGAIN, OTHERS, LayerShape, Packing
 from quantkit.formats._head import add_head, head_notes, refuse_head
 from quantkit.formats._quantization_config import quantization_of, untouched
+from quantkit.formats._source_settings import layer_overrides, source_settings
 from quantkit.formats._vllm import tensor_parallel_notes
 from quantkit.models.skeleton import (
     Skeleton,
@@ -119,12 +120,15 @@ class GroupedReader:
         self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True,
         quantization: Mapping[str, Any] | None = None, others: Collection[str] = (),
     ) -> None:  # fmt: skip
-        quantization = quantization_of(folder) if quantization is None else quantization
+        where = "config.json: quantization_config"
+        if quantization is None:
+            where, quantization = (where, quantization_of(folder)) if own else source_settings(folder)
+            quantization = quantization or {}
         self._packing = packing = packing if own else packing.variant(quantization)
         self._folder, self._stored, self._own = folder, StoredTensors(folder, files), own
         self._all = set(self._stored.names()) - set(others)
         self._settings = settings = packing.settings(quantization)
-        where = f"{folder / 'config.json'}: quantization_config"
+        where = f"{folder}/{where}"
         bits = whole_number(settings, "bits", min(packing.bits), max(packing.bits), where, ArtifactError)
         if bits not in packing.bits:
             raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
@@ -133,6 +137,12 @@ class GroupedReader:
         if group == 0:
             raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
         self._group = -1 if group is None else group
+        overrides = [] if own else layer_overrides(quantization)
+        sizes = [whole_number(other, "group_size", -1, MOST_COLUMNS, where, ArtifactError) for other in overrides]
+        self._groups = (self._group, *(size for size in dict.fromkeys(sizes) if size not in (None, 0, self._group)))
+        for name in ("sym", "desc_act"):  # where layers differ, their tensors alone say it
+            if any(other.get(name, settings.get(name)) != settings.get(name) for other in overrides):
+                self._settings = {**self._settings, name: None}
         self._layer_bits = packing.layer_bits(quantization) if own else {}
         beside = set(packing.parts) - {packing.codes}
         for name in sorted(self._all):
@@ -183,19 +193,24 @@ class GroupedReader:
 
     def quantization(self) -> str:
         """Format, bits and groups."""
-        group = "whole rows" if self._group == -1 else f"groups of {self._group}"
-        bits = " and ".join(map(str, sorted(set(map(self._bits_of, self._layers())) or {self._bits})))
-        return f"{self._packing.name}, {bits} bits, {group}"
+        kinds = set(map(self._kind_of, self._layers())) or {(self._bits, self._group)}
+        bits = " and ".join(map(str, sorted({bits for bits, _ in kinds})))
+        groups = " and ".join(map(str, sorted({group for _, group in kinds})))
+        return f"{self._packing.name}, {bits} bits, {'whole rows' if groups == '-1' else f'groups of {groups}'}"
 
     def layout(self) -> Layout:
         """What would hold these codes; symmetry, order of columns and least zero point as the tensors have them.
 
         Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers, and UnsupportedError where
-        layers differ in their bits.
+        layers differ in their bits or in the columns of a group.
         """
-        if any(self._bits_of(name) != self._bits for name in self._layers()):
-            raise UnsupportedError(f"{self._folder} has layers of several kinds ({self.quantization()})")
-        symmetric, ordered, least = True, False, 1 << self._bits
+        kinds = {self._kind_of(name) for name in self._layers()} or {(self._bits, self._group)}
+        if len(kinds) > 1:
+            raise UnsupportedError(
+                f"{self._folder} has layers of several kinds ({self.quantization()}), and keep writes one kind only"
+            )
+        ((bits, group),) = kinds
+        symmetric, ordered, least = True, False, 1 << bits
         for name in self.names():
             if (shape := self.quantized_shape(name)) is None:
                 continue
@@ -207,12 +222,12 @@ class GroupedReader:
             if not scales.to(DTYPE).to(scales.dtype).equal(scales) or bool((scales.to(DTYPE) == 0).any()):
                 raise ArtifactError(f"{self._folder}: the layer {name} has scales that are 0 or no float16 numbers")
             groups = scales.numel() // shape[0]
-            zeros = self._packing.unpack_zeros(parts, self._bits, shape[0], groups)
-            symmetric = symmetric and bool((zeros == 1 << (self._bits - 1)).all())
+            zeros = self._packing.unpack_zeros(parts, bits, shape[0], groups)
+            symmetric = symmetric and bool((zeros == 1 << (bits - 1)).all())
             least = min(least, int(zeros.min()))
             order = self._packing.groups(parts, shape[1], groups)
             ordered = ordered or not order.equal(contiguous_groups(shape[1], shape[1] // groups))
-        return Layout(self._bits, self._group, symmetric, ordered, least_zero=least)
+        return Layout(bits, group, symmetric, ordered, least_zero=least)
 
     def _layers(self) -> list[str]:
         return list(filter(self._is_quantized, self.names()))
@@ -230,6 +245,15 @@ class GroupedReader:
         if bits is None:
             raise ArtifactError(f"{self._folder / 'config.json'} names no bits of the layer {stem[:-1]}. {AGAIN}")
         return bits
+
+    def _kind_of(self, name: str) -> tuple[int, int]:
+        """Bits and columns of a group of a layer: of the sizes that layers may have, the one that its parts fit."""
+        bits = self._bits_of(name)
+        if len(self._groups) == 1:
+            return bits, self._group
+        _, columns, groups = self._packing.size(self._stored, name.removesuffix("weight"), bits)
+        fitting = (size for size in self._groups if groups * (columns if size == -1 else size) == columns)
+        return bits, next(fitting, self._group)
 
     def _is_quantized(self, name: str) -> bool:
         return name.removesuffix("weight") + self._packing.codes in self._all
@@ -256,9 +280,10 @@ class GroupedReader:
                 raise ArtifactError(f"{self._folder}: {stem + part} is {dtype}, not {kind}. {AGAIN}")
         if reason := packing.refusal(stem + "weight", rows, columns, bits):
             raise ArtifactError(f"{self._folder}: {reason}. {AGAIN}")
-        group = columns if self._group == -1 else self._group
-        if shapes != {part: shape for part, (_, shape) in want.items()} or groups * group != columns:
-            raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {group} columns. {AGAIN}")
+        sizes = [columns if size == -1 else size for size in self._groups]
+        if shapes != {part: shape for part, (_, shape) in want.items()} or columns not in [groups * n for n in sizes]:
+            known = " or ".join(map(str, sizes))
+            raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
 
     def _refuse_values(self, name: str, weight: GroupedWeight) -> None:
         """Hold scales, zero points and the order of columns against what engines may take for granted."""
@@ -313,7 +338,7 @@ class GroupedWriter(TensorWriter):
             return super().add(name, value)
         if bool((value.scales.abs() >= LARGEST_SCALE).any()):
             bits = value.bits
-            raise UnsupportedError(
+            raise ValuesError(
                 f"{name} of {self.source.model} has values beyond what {bits}-bit codes with float16 scales reach "
                 f"(about {LARGEST_SCALE * (1 << bits - 1):g}). Rescale the checkpoint, or take the method nf4 or "
                 "bits BF16 of gguf."

@@ -1,11 +1,12 @@
 """A checkpoint folder whose layers are quantized, as a source: one layer at a time is dequantized as it is read.
 
-Its values come as float32, whoever wrote it; what is not quantized comes as it is stored. config.json's
-`quantization_config` names the format.
+Its values come as float32, whoever wrote it; what is not quantized comes as it is stored. Settings in
+config.json, or in a file of their own, name the format (_source_settings.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -20,14 +21,15 @@ from quantkit.contracts.format import Layout, QuantizedReader
 from quantkit.contracts.registry import find_format, formats
 from quantkit.contracts.stored import NamedReader
 from quantkit.errors import ArtifactError, RecipeError, SourceError
+from quantkit.formats._source_settings import FILES, KEYS, source_settings
 from quantkit.formats.float.checkpoint import Checkpoint, read_folder
 from quantkit.models.text_half import config_of, places_of
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.untrusted import shown
 
-KEY = "quantization_config"
-FETCH = "Fetch the checkpoint again."
+AGAIN = re.compile(r"(Convert again( with --force)?|Fetch the checkpoint again)\.")
+FETCH = "Fetch the files again if they are damaged. If not, quantkit does not support them: give the unquantized model."
 OpenQuantized = Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReader]
 
 
@@ -38,10 +40,11 @@ class QuantizedCheckpoint(Checkpoint):
 
     def __init__(
         self, kind: str, read: OpenQuantized, folder: Path, model: str, revision: str | None, config: dict[str, Any],
-        stored: dict[str, TensorInfo],
+        stored: dict[str, TensorInfo], said_in: str,
     ) -> None:  # fmt: skip
         self._latest: tuple[str, Rows] | None = None
-        plain = {key: value for key, value in config.items() if key != KEY}
+        self.format, self._said_in = kind, said_in.partition(":")[0]
+        plain = {key: value for key, value in config.items() if key not in KEYS}
         places, files = places_of(plain, stored), sorted({info.file for info in stored.values()})
         alone = plain if places is None else config_of(plain, places, stored)
         try:
@@ -52,8 +55,8 @@ class QuantizedCheckpoint(Checkpoint):
         self.quantized = frozenset(name for name, shape in shapes.items() if shape is not None)
         if not self.quantized:
             raise SourceError(
-                f"{model}: config.json says that layers are quantized ({self.reader.quantization()}), and no tensor "
-                f"is. Take {KEY} out if all are floats. {FETCH}"
+                f"{model}: {said_in} says that layers are quantized ({self.reader.quantization()}), and no tensor is. "
+                f"Take {said_in.rpartition(' ')[2]} out if all are floats."
             )
         # Experts that lie in one tensor are stored as transformers has them.
         matrices = {name for name, shape in shapes.items() if shape is not None and len(shape) == 2}
@@ -62,11 +65,16 @@ class QuantizedCheckpoint(Checkpoint):
             name: stored[name] if shape is None else self._info(name, shape, files[0]) for name, shape in shapes.items()
         }
         super().__init__(folder, model, revision, plain, tensors)
-        self.format, self._files = kind, files
+        self._files = files
         if self.places is not None:
             self.reader = NamedReader(self.reader, self.places, self.kept)
             self._codes_aside = self.quantized & self._aside.keys()
             self.quantized = frozenset(text for name in self.quantized if (text := self.places.text(name)) is not None)
+
+    @property
+    def hashed_files(self) -> list[str]:
+        """Also the file that says how the layers are quantized."""
+        return list(dict.fromkeys((*super().hashed_files, self._said_in)))
 
     def reads_as_stored(self, name: str) -> bool:
         """Not where it is quantized."""
@@ -124,10 +132,19 @@ def open_folder(folder: Path, model: str, revision: str | None = None, only: str
     `only` is the name of the one weight file that is the model, where a user gave it.
     """
     config, tensors = read_folder(folder, model, only)
-    quantization = config.get(KEY)
-    if quantization is None:
+    try:
+        said_in, quantization = source_settings(folder)
+    except ArtifactError as error:
+        raise _of_source(error) from None
+    codes = next((name for name in tensors if name.endswith(".qweight")), None)
+    if codes is None and (quantization is None or said_in in FILES):
         return Checkpoint(folder, model, revision, config, tensors)
-    name = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is None:
+        raise SourceError(
+            f"{model} has quantized layers ({codes}), and neither config.json nor {' nor '.join(FILES)} says how they "
+            f"are quantized. Put {KEYS[0]} into config.json."
+        )
+    name = quantization.get("quant_method")
     try:
         kind = find_format(str(name))
     except RecipeError:
@@ -139,12 +156,11 @@ def open_folder(folder: Path, model: str, revision: str | None = None, only: str
             f"{model} is already quantized ({what}), in none of the formats that are read here: {known}. "
             "Give the unquantized model it was made from."
         )
-    return QuantizedCheckpoint(kind.name, kind.open_quantized, folder, model, revision, config, tensors)
+    return QuantizedCheckpoint(kind.name, kind.open_quantized, folder, model, revision, config, tensors, said_in)
 
 
 def _of_source(error: ArtifactError) -> SourceError:
-    text = str(error).replace("Convert again with --force.", FETCH).replace("Convert again.", FETCH)
-    return SourceError(text)
+    return SourceError(AGAIN.sub(FETCH, str(error)))
 
 
 def _transposed(config: dict[str, Any]) -> frozenset[str]:

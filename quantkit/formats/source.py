@@ -11,14 +11,15 @@ from quantkit.checkpoints.adapter_config import base_of
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
 from quantkit.errors import RecipeError, SourceError, reason_of
+from quantkit.formats._source_settings import FILES as SETTINGS
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.quantized_checkpoint import open_folder
-from quantkit.models.source import Source
+from quantkit.models.source import Source, refuse_another_head
 from quantkit.untrusted import path_of, shown
 
 FILES = "a .safetensors or .gguf file"
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES, *SETTINGS]
 
 
 def open_source(model: str, revision: str | None = None, adapters: Sequence[str | Path] = ()) -> Source:
@@ -33,6 +34,7 @@ def open_source(model: str, revision: str | None = None, adapters: Sequence[str 
     if model != "demo" and is_adapter(folder):
         return open_source(_base_of(folder), revision, (folder, *adapters))
     source = _open_base(model, folder, revision)
+    refuse_another_head(source)
     if adapters:
         from quantkit.formats._changed.adapted import AdaptedSource
 

@@ -33,6 +33,11 @@ NUMBERS: Mapping[tuple[str, ...], tuple[int, int]] = {
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 INFINITE = ("time_step_limit",)  # settings that may hold infinity
+# Endings of the names of numbers above 0: anywhere, and inside the settings of RoPE. Of SHARES none is above 1, either.
+ABOVE_ZERO = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings")
+ROPE, ROPE_ABOVE_ZERO = ("rope_parameters", "rope_scaling"), ("factor", "beta_fast", "beta_slow")
+SHARES = ("partial_rotary_factor", "rotary_pct")
+LARGEST_ID = 1 << 24  # of a token, either way: published models have -1, and ids of tokens without a row
 
 
 def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None:
@@ -45,10 +50,11 @@ def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None
     for place, value in _scalars(config, "config.json"):
         if isinstance(value, float) and not math.isfinite(value) and not any(name in place for name in INFINITE):
             raise UnsupportedError(f"{place} is {value}, which is no finite number. Mend the config.json.")
-    for inner in (config, *(value for key, value in config.items() if key.endswith("_config"))):
-        if isinstance(inner, dict):
-            _refuse_numbers(inner)
-            _refuse_kinds(inner)
+    for where, inner in _mappings(config, "config.json"):
+        _refuse_numbers(inner, where)
+        _refuse_rope(inner, where)
+        _refuse_kinds(inner, where)
+        refuse_token_ids(inner, where)
     layers = max(_whole(config.get(name)) for name in LAYERS)
     if tensors is not None and layers > tensors:
         raise UnsupportedError(
@@ -57,8 +63,31 @@ def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None
         )
 
 
-def _refuse_numbers(config: Mapping[str, Any]) -> None:
-    where = "config.json"
+def refuse_token_ids(config: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedError for an id of a special token that is none: transformers' generate() fails at it."""
+    for name, value in config.items():
+        ids = value if isinstance(value, list) else [value]
+        good = (number is None or (type(number) is int and abs(number) < LARGEST_ID) for number in ids)
+        if name.endswith("_token_id") and not (ids and all(good)):
+            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not the id of a token. Mend it, or remove it.")
+
+
+def _refuse_rope(config: Mapping[str, Any], where: str) -> None:
+    names = (*ABOVE_ZERO, *SHARES, *(ROPE_ABOVE_ZERO if any(name in where for name in ROPE) else ()))
+    for name, value in config.items():
+        most, limit = (1, " and at most 1") if name in SHARES else (math.inf, "")
+        numbers = value if isinstance(value, list) else [value]  # one for each layer, or each frequency
+        if name == "layer_rope_theta":
+            numbers = [base for base in numbers if base != 0]  # 0: that layer has no rotation
+        good = (number is None or (_is_number(number) and 0 < number <= most) for number in numbers)
+        if name.endswith(names) and not all(good):
+            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not a number above 0{limit}. Mend it.")
+    low, high = config.get("low_freq_factor"), config.get("high_freq_factor")
+    if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+        raise UnsupportedError(f"{where}: low_freq_factor is {low}, not below high_freq_factor, {high}. Mend it.")
+
+
+def _refuse_numbers(config: Mapping[str, Any], where: str) -> None:
     for names, (least, most) in NUMBERS.items():
         for name in names:
             if not isinstance(config.get(name), list):  # some architectures have one for each layer
@@ -72,20 +101,18 @@ def _refuse_numbers(config: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 f"{where}: {name} is {shown(value)}, not a number from 0 to 1. Mend the config.json."
             )
-        if name == "rope_theta" and value is not None and not (_is_number(value) and value > 0):
-            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not a number above 0. Mend it.")
 
 
-def _refuse_kinds(config: Mapping[str, Any]) -> None:
+def _refuse_kinds(config: Mapping[str, Any], where: str) -> None:
     classes = config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        raise UnsupportedError(f"config.json: architectures is {shown(classes)}, not a list of names")
+        raise UnsupportedError(f"{where}: architectures is {shown(classes)}, not a list of names")
     kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
-        raise UnsupportedError(f"config.json: model_type is {shown(kind)}, not a name")
-    for name in ("rope_parameters", "rope_scaling"):
+        raise UnsupportedError(f"{where}: model_type is {shown(kind)}, not a name")
+    for name in ROPE:
         if not isinstance(config.get(name), dict | None):
-            raise UnsupportedError(f"config.json: {name} is {shown(config[name])}, not keys and values")
+            raise UnsupportedError(f"{where}: {name} is {shown(config[name])}, not keys and values")
 
 
 def _whole(value: object) -> int:
@@ -94,6 +121,17 @@ def _whole(value: object) -> int:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _mappings(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every mapping, `value` itself and those inside, with the path to it."""
+    if isinstance(value, dict):
+        yield place, {str(key): inner for key, inner in value.items()}  # in memory some keys are numbers
+        for key, inner in value.items():
+            yield from _mappings(inner, f"{place}: {key}" if place == "config.json" else f"{place}.{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _mappings(inner, place)
 
 
 def _scalars(value: Any, place: str) -> Iterator[tuple[str, Any]]:

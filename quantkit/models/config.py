@@ -24,7 +24,8 @@ CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 # Architectures that have a table with a row for each position: there is nothing beyond its end.
 TABLES = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt")
 ADD_ROWS = (
-    "add the rows with transformers: model.resize_token_embeddings(len(tokenizer)); model.save_pretrained(folder)"
+    "add the rows with transformers: model.resize_token_embeddings(max(tokenizer.get_vocab().values()) + 1); "
+    "model.save_pretrained(folder)"
 )
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
@@ -42,6 +43,15 @@ def leave_torch_out() -> None:
         from transformers import AutoConfig, AutoTokenizer  # noqa: F401
     finally:
         del sys.modules["torch"]
+
+
+def torch_left_out() -> bool:
+    """Whether transformers came without torch, so that this process cannot build its models."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers.utils import is_torch_available
+
+    return not is_torch_available()
 
 
 @importing()
@@ -74,7 +84,10 @@ def load_tokenizer(folder: Path) -> Any:
 
     refuse_large_files(folder)
     what = f"{folder} holds no tokenizer that transformers can load"
-    with _without_code(folder) as place, told(what, SourceError), silenced():
+    # transformers takes a damaged model of SentencePiece for one of tiktoken.
+    bare = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
+    fix = "If its tokenizer.model should be a SentencePiece model, it is damaged: fetch it again." if bare else ""
+    with _without_code(folder) as place, told(what, SourceError, fix), silenced():
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     fix = "Fetch the tokenizer's files again."
     with told(f"the tokenizer in {folder} cannot encode and decode a text", SourceError, fix), silenced():
@@ -135,7 +148,9 @@ def _refuse_template(template: Any, folder: Path) -> None:
     for text in templates:
         if not isinstance(text, str):
             raise SourceError(f"the tokenizer in {folder} has the chat template {shown(text)}, which is no text")
-        with told(f"the chat template of the tokenizer in {folder} cannot be read", SourceError, "Fetch it again."):
+        with told(
+            f"the chat template of the tokenizer in {folder} cannot be read", SourceError, "Mend it, or take it out."
+        ):
             Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(text)  # parsed, never rendered
 
 

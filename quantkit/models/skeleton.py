@@ -155,14 +155,27 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
     Where the parameter is cut out of a stack, the stack's name. Raises UnsupportedError where the checkpoint has no
     such tensor.
     """
-    origin = skeleton.origins.get(parameter)
-    for name in (parameter, origin.name, origin.also) if origin else (parameter,):
-        if name and (stored := _stored_name(source, skeleton, name)) is not None:
-            return stored
+    if (stored := _found_name(source, skeleton, parameter)) is not None:
+        return stored
+    kind = type(skeleton.model).__name__
+    if parameter == weight_name(skeleton.model, skeleton.model.get_output_embeddings()):
+        raise UnsupportedError(
+            f"the checkpoint {source.model} has no output head ({parameter}), and config.json does not tie it to the "
+            f"embedding. Set tie_word_embeddings to true in config.json if they are the same; otherwise give a "
+            f"checkpoint of {kind}."
+        )
+    used = {_found_name(source, skeleton, name) for name in skeleton.parameter_names()}
+    other = next((f", but {shown(name)[1:-1]}" for name in source.tensors if name not in used), "")
     raise UnsupportedError(
-        f"the checkpoint {source.model} has no tensor for {parameter}. Its names or its fused layout are not the ones "
-        f"of {type(skeleton.model).__name__} in transformers."
+        f"the checkpoint {source.model} has no tensor {parameter}{other}. Give all weights of a {kind} as transformers "
+        "names them, and their config.json."
     )
+
+
+def _found_name(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
+    origin = skeleton.origins.get(parameter)
+    names = (parameter, origin.name, origin.also) if origin else (parameter,)
+    return next((found for name in names if name and (found := _stored_name(source, skeleton, name))), None)
 
 
 def _origin(source: Source, skeleton: Skeleton, parameter: str) -> Origin | None:

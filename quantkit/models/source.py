@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     import torch
 
 SLAB_BYTES = 4 << 20  # of a tensor that is read whole, in slabs
+# Of the output head and the embedding in transformers (`_tied_weights_keys`), the embedding after its module's name.
+HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight", "head.weight")
+EMBEDDINGS = (
+    *("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tokens_embed.weight"),
+    "embeddings.weight",
+)
 
 
 class Source(ABC):
@@ -47,6 +53,7 @@ class Source(ABC):
     kept: Mapping[str, str] = MappingProxyType({})
     _aside: Mapping[str, TensorInfo] = MappingProxyType({})  # those tensors, by the names that they are read by
     _whole: dict[str, Any] | None = None
+    _notes: tuple[str, ...] = ()
     proven_finite = False  # whether every tensor was read and holds no NaN or infinity
 
     @property
@@ -94,7 +101,7 @@ class Source(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of it."""
-        return ()
+        return self._notes
 
     @property
     def own_files(self) -> bool:
@@ -135,9 +142,10 @@ class Source(ABC):
         """sha256 of every file that decides what the model computes, by file name."""
         return {name: sha256_of(self.folder / name) for name in self.hashed_files}
 
-    def without(self, names: Collection[str]) -> Self:
-        """This source, but for some of its tensors."""
+    def without(self, names: Collection[str], *notes: str) -> Self:
+        """This source, but for some of its tensors; `notes` tell a user of it."""
         other = copy.copy(self)
+        other._notes = (*self._notes, *notes)
         other.tensors = {name: info for name, info in self.tensors.items() if name not in names}
         return other
 
@@ -255,6 +263,19 @@ class Source(ABC):
         self.proven_finite = True
 
 
+def refuse_another_head(source: Source) -> None:
+    """Raise SourceError if config.json ties the output head to the embedding and the checkpoint stores another head.
+
+    Weights are read only where a tied head is stored, and transformers is asked only where config.json says nothing.
+    """
+    head = next((name for name in HEADS if name in source.tensors), None)
+    embedding = min((name for name in source.tensors if name.endswith(EMBEDDINGS)), key=len, default=None)
+    if head is None or embedding is None or source.config.get("tie_word_embeddings") is False:
+        return
+    if source.settings.tie_word_embeddings:
+        refuse_other_values(source, head, embedding)
+
+
 def refuse_other_values(source: Source, copy: str, name: str) -> None:
     """Raise SourceError if the tensor `copy`, which config.json ties to `name`, has another dtype, shape or value."""
     one, other = source.tensors[copy], source.tensors[name]
@@ -266,6 +287,6 @@ def refuse_other_values(source: Source, copy: str, name: str) -> None:
         same = same and bool((source.read_rows(copy, start, stop) == source.read_rows(name, start, stop)).all())
     if not same:
         raise SourceError(
-            f"{source.model}: config.json ties {copy} to {name}, and the checkpoint holds other values for it. "
-            "Set tie_word_embeddings to false in config.json, or remove the tensor that is wrong."
+            f"{source.model}: config.json ties {copy} to {name}, and the checkpoint holds other values for it. Set "
+            f"tie_word_embeddings to false in config.json if the model needs them; otherwise remove {copy}."
         )

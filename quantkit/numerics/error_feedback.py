@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from quantkit.errors import SourceError
 from quantkit.numerics.matmul import product_in, quick_dtype, quick_product
 from quantkit.numerics.second_moments import permuted
 
@@ -22,6 +23,7 @@ BLOCK_COLUMNS = 128
 SOLVED_COLUMNS = 512  # of a triangular system that are solved together
 PARALLEL_ELEMENTS = 1 << 19
 LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
+MOST_DAMPING = 1e12  # of the mean diagonal; the square of the columns is enough for any finite moments
 
 
 def feedback_factor(
@@ -30,7 +32,7 @@ def feedback_factor(
     """Upper triangular R (K, K) float32 of the damped H = R R^T, columns taken in `order` (K,) int64.
 
     It is put into `out` where that is given, which may be `hessian`. Inputs that never fire get the mean diagonal.
-    Damping grows tenfold until the factorization succeeds.
+    Damping grows tenfold until the factorization succeeds. Raises SourceError for moments that are not finite.
     """
     # The upper factor is the lower one of the matrix turned by 180 degrees.
     back = order.flip(0)
@@ -40,7 +42,7 @@ def feedback_factor(
     diagonal[diagonal <= 0] = mean
     undamped = diagonal.clone()
     damp = damp_percent
-    while True:
+    while damp < MOST_DAMPING:
         diagonal.copy_(undamped + damp * mean)
         lower, failed = torch.linalg.cholesky_ex(turned)
         if not failed and bool(torch.isfinite(lower.sum())):
@@ -48,6 +50,7 @@ def feedback_factor(
             upper = lower.flip(0, 1)
             return upper.to(torch.float32) if out is None else out.copy_(upper)
         damp *= 10
+    raise SourceError("the inputs of a layer are not finite on the calibration text; the model overflows")
 
 
 Split = Callable[[Sequence[Callable[[], torch.Tensor]], Sequence[torch.Tensor]], list[torch.Tensor]]

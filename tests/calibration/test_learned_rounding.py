@@ -1,33 +1,23 @@
-"""Learned rounding: its gradients against autograd through a straight-through estimator, and what it gains."""
-
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny_llama import job_for
+from tiny_llama import SEQUENCES, calibration_ids, job_for, plain_model
 
+from quantkit.calibration import scale_tuning as module
 from quantkit.calibration import training
+from quantkit.calibration.activations import Activations
 from quantkit.calibration.learned_rounding import Training, _Latent, refine
+from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.training import HeldOut, train
 from quantkit.calibration.walk import walk
 from quantkit.errors import RecipeError
 from quantkit.methods.gptq import METHOD as GPTQ
 from quantkit.methods.rtn import round_layer
 from quantkit.models.skeleton import load
+from quantkit.numerics.grouped_weight import GroupedWeight
 
-GROUP = 32
-
-
-class Round(torch.autograd.Function):
-    """Rounding whose gradient is that of the identity."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+GROUP, LENGTH = 32, 16
 
 
 def random_layer(symmetric):
@@ -46,7 +36,8 @@ def test_a_step_follows_the_signs_that_autograd_gives(symmetric):
     position = latent.position.clone().requires_grad_()
     stretch = torch.zeros_like(latent.stretch, requires_grad=True)
     scale = (latent.scale * (1 + stretch)).repeat_interleave(GROUP, 1)
-    value = (Round.apply(position) - latent.zero) * scale
+    straight = position.round().detach() + (position - position.detach())  # its gradient is that of the identity
+    value = (straight - latent.zero) * scale
     assert torch.equal(value.detach(), latent.value())
     loss = (value - weight).pow(2).sum() + value.sum()
     gradient = torch.autograd.grad(loss, value, retain_graph=True)[0]
@@ -129,12 +120,10 @@ class Student:
 def trained(losses, steps, patience=None):
     student = Student(iter(losses))
     train(
-        *(12, 2, steps, HeldOut(4, 3, patience), 7),
-        measure=student.measure,
-        step=student.step,
+        12, 2, steps, HeldOut(4, 3, patience), 7, measure=student.measure, step=student.step,
         keep=lambda: student.best.append(len(student.steps)),
         report=lambda first, best: student.reports.append((first, best)),
-    )
+    )  # fmt: skip
     return student
 
 
@@ -145,12 +134,9 @@ def test_ranks_decide_by_all_held_out_sequences_and_measure_equally_often(monkey
     monkeypatch.setattr(training, "sum_over", lambda sums: sums.add_(next(others)))
     measured, told = [], []
     train(
-        *(4, 2, 1, HeldOut(4, 1), 0),
-        measure=lambda batch: measured.append(batch) or 1.0,
-        step=lambda *_: None,
-        keep=lambda: None,
-        report=lambda first, _best: told.append(first),
-    )
+        4, 2, 1, HeldOut(4, 1), 0, measure=lambda batch: measured.append(batch) or 1.0, step=lambda *_: None,
+        keep=lambda: None, report=lambda first, _best: told.append(first),
+    )  # fmt: skip
     assert measured == [[3]] * 6
     assert told == [pytest.approx(31 / 7)]
 
@@ -168,22 +154,14 @@ def test_batches_are_drawn_from_what_is_not_held_out_until_too_few_are_left():
     assert student.measured == [[3, 7], [11]] * 5
 
 
-def test_the_state_with_the_least_held_out_loss_is_kept():
+def test_patience_ends_training_in_its_second_half_and_the_least_held_out_loss_is_kept():
+    # Two in a row come at step 6 already, but half of the steps only then.
+    twice, later, never = [8.0, 9.0, 9.0, 9.0, 9.0], [8.0, 9.0, 9.0, 9.0, 7.0, 9.0], [8.0, *range(7, -3, -1)]
+    steps = [len(trained(losses + [9.0] * 9, 29, patience=2).steps) for losses in (twice, later, never)]
+    assert steps == [15, 18, 29]
     student = trained([8.0, 5.0, 6.0, 4.0, 4.0], 12)
     assert student.best == [3, 9]
     assert student.reports == [(8.0, 8.0)] * 2 + [(8.0, 5.0)] * 6 + [(8.0, 4.0)] * 4
-
-
-@pytest.mark.parametrize(
-    ("losses", "steps"),
-    [
-        ([8.0, 9.0, 9.0, 9.0, 9.0], 15),  # two in a row at step 6 already, but half of the steps only then
-        ([8.0, 9.0, 9.0, 9.0, 7.0, 9.0], 18),
-        ([8.0, *(7.0 - i for i in range(10))], 29),
-    ],
-)
-def test_patience_ends_training_in_its_second_half(losses, steps):
-    assert len(trained(losses + [9.0] * 9, 29, patience=2).steps) == steps
 
 
 def test_a_solution_is_where_training_starts_even_off_the_nearest_code():
@@ -191,3 +169,111 @@ def test_a_solution_is_where_training_starts_even_off_the_nearest_code():
     moved = replace(layer, codes=(layer.codes + 1).clamp(max=15))
     for start in (layer, moved):
         assert torch.equal(_Latent(start, weight, margin=0.1).value(), start.dense())
+
+
+def rounded(job):
+    """Every linear layer of a model, plainly rounded to 3 bits; every second row of it has negative scales."""
+    layers = {}
+    for name in job.skeleton.linears():
+        layer = round_layer(load(job.source, job.skeleton, name).float(), 3, GROUP, True)
+        codes, scales = layer.codes.clone(), layer.scales.clone()
+        codes[::2], scales[::2] = (8 - codes[::2].int()).clamp(max=7).to(torch.uint8), -scales[::2]
+        layers[name] = replace(layer, codes=codes, scales=scales)
+    return layers
+
+
+def values_of(layers):
+    return lambda prefix: {name: layer for name, layer in layers.items() if name.startswith(prefix)}
+
+
+def outputs_of(trial):
+    """What comes out of the source's last block."""
+    model = plain_model(trial.source.folder)
+    outputs = []
+    model.model.layers[-1].register_forward_hook(lambda _m, _args, out: outputs.append(out))
+    with torch.no_grad():
+        model(input_ids=calibration_ids(trial))
+    [states] = outputs
+    store = Activations(*states.shape[-3:], states=len(states) if states.ndim == 4 else 0)
+    store.write(0, states)
+    return store
+
+
+def divergence_of(model, layers, ids):
+    """Mean divergence of the quantized whole model from the source, differentiable by the layers' scales."""
+    exact, ours = plain_model(model), plain_model(model)
+    values = {}
+    for name, layer in layers.items():
+        zeros = layer.zeros.float()[:, layer.g_idx]
+        values[name] = ((layer.codes.float() - zeros) * layer.scales[:, layer.g_idx]).to(torch.bfloat16)
+    with torch.no_grad():
+        theirs = exact(input_ids=ids).logits.float().log_softmax(-1)
+    logits = torch.func.functional_call(ours, values, kwargs={"input_ids": ids}).logits.float().log_softmax(-1)
+    return (theirs.exp() * (theirs - logits)).sum(-1).mean()
+
+
+# The last blocks of Gemma 4 take the keys and values of others, and all have inputs of the text; 3n also has four
+# hidden states of each token side by side.
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma4", "gemma3n"])
+def test_the_gradient_is_that_of_the_whole_model(name, architecture, tmp_path, monkeypatch):
+    model = architecture(name)
+    trial = job_for(model, "gptq", tmp_path, length=LENGTH, group_size=GROUP)
+    layers = rounded(trial.job)
+    seen = {}
+    plain = module._Scales.step
+
+    def step(scales, gradient, rate, count):
+        seen[id(scales)] = gradient
+        plain(scales, gradient, rate, count)
+
+    monkeypatch.setattr(module._Scales, "step", step)
+    monkeypatch.setattr(module, "BATCH_TOKENS", SEQUENCES * LENGTH)
+    monkeypatch.setattr(module, "PASS_TOKENS", 4 * LENGTH)  # the last part of the batch is smaller
+    students = []
+    start = module._Student.__init__
+    monkeypatch.setattr(
+        module._Student, "__init__", lambda self, *given: (students.append(self), start(self, *given))[1]
+    )
+    tune(trial.job, trial.run, values_of(layers), Tuning(1), outputs_of(trial))
+    order = torch.randperm(SEQUENCES - SEQUENCES // module.HELD_OUT.share, generator=torch.Generator().manual_seed(0))
+    trained = [i for i in range(SEQUENCES) if (i + 1) % module.HELD_OUT.share]
+    ids = calibration_ids(trial)[[trained[i] for i in order.tolist()]]
+    leaves = {
+        name: GroupedWeight(x.codes, x.scales.float().requires_grad_(), x.zeros, x.g_idx, x.bits)
+        for name, x in layers.items()
+    }
+    divergence_of(model, leaves, ids).backward()
+    for name, leaf in leaves.items():
+        want = leaf.scales.grad * leaf.scales.detach()
+        got = seen[id(students[0].scales[name])]
+        assert (got - want).norm() < 0.05 * want.norm(), name
+
+
+@pytest.mark.parametrize(("bits", "pace"), [(2, 4), (3, 2), (4, 1)])
+def test_adam_steps_are_those_of_torch(bits, pace):
+    layer = round_layer(torch.randn(3, 32, generator=torch.Generator().manual_seed(1)), bits, 8, True)
+    scales = module._Scales(layer)
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    adam = torch.optim.Adam([parameter], lr=0.01 * pace, betas=module.BETAS, eps=1e-12)
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 6):
+        parameter.grad = torch.randn(3, 4, generator=generator)
+        scales.step(parameter.grad.clone(), 0.01, count)
+        adam.step()
+        assert torch.allclose(scales.stretch, parameter.detach(), atol=1e-6)
+
+
+def test_tuning_brings_the_model_nearer_to_its_source(one_block, tmp_path):
+    trial = job_for(one_block, "gptq", tmp_path, length=LENGTH, group_size=GROUP)
+    layers, ids, targets = rounded(trial.job), calibration_ids(trial), outputs_of(trial)
+    tuned, again = (tune(trial.job, trial.run, values_of(layers), Tuning(20, 5e-3), targets) for _ in range(2))
+    assert set(tuned) == set(layers)
+    better = {name: GroupedWeight(x.codes, tuned[name].half(), x.zeros, x.g_idx, x.bits) for name, x in layers.items()}
+    with torch.no_grad():
+        before, after = (divergence_of(one_block, each, ids) for each in (layers, better))
+    assert float(after) < 0.9 * float(before)
+    assert list(tmp_path.iterdir()) == []
+    assert all(torch.equal(value, again[name]) for name, value in tuned.items())
+    # Scales stay where nothing gets better.
+    for name, scales in tune(trial.job, trial.run, values_of(layers), Tuning(3, 0.9), targets).items():
+        assert torch.equal(scales.half(), layers[name].scales)

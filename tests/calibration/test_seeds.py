@@ -1,5 +1,3 @@
-"""Seeds: what is drawn depends on the recipe's seed, wherever something is drawn, and on nothing else."""
-
 from functools import partial
 
 import numpy as np
@@ -53,7 +51,7 @@ def test_what_is_learned_depends_on_the_recipes_seed(method, what, one_block, tm
     assert changed == {"scales"} if what == "scales" else changed & {"qweight", "scales"}
 
 
-def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_kept(two_blocks, tmp_path):
+def test_sequences_and_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_kept(two_blocks, tmp_path):
     trials = [seeded(two_blocks, "gptq", seed, tmp_path / str(n)) for n, seed in enumerate((0, 0, 1))]
     changes = Changes(("large",), lambda _kind, weight, _importance: weight * 1.01)
     one, same, other = (sensitivities(t.job, t.run, lambda _name: changes) for t in trials)
@@ -62,9 +60,6 @@ def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_k
     assert all(one[name] != other[name] for name in one)
     places = [_kept_at(trial.job, "codes") for trial in trials]
     assert places[0] == places[1] != places[2]
-
-
-def test_sequences_are_drawn_by_the_seed(two_blocks):
     trial = job_for(two_blocks, "gptq")
     few = CalibrationSpec(text=trial.job.recipe.calibration.text, sequences=5, length=LENGTH)
     ids = [draw_tokens(trial.source.tokenizer(), few, seed).ids for seed in (0, 0, 1)]

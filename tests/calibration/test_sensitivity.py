@@ -1,5 +1,3 @@
-"""Sensitivities against hooks in the whole model, and against the divergence that a change really makes."""
-
 import pytest
 import torch
 from tiny_architectures import save_architecture

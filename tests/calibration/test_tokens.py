@@ -1,5 +1,3 @@
-"""The tokens that a model is calibrated on, and the note where a text that judges it shares passages with them."""
-
 import numpy as np
 import pytest
 from gguf_files import saved_tokenizer
@@ -88,9 +86,9 @@ def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokeni
 
 
 def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(tiny_with, tmp_path):
-    spec = {"text": str(SAMPLE), "sequences": 32, "length": 128}
+    spec = {"text": str(SAMPLE), "sequences": 8, "length": 128}
     convert(str(tiny_with(num_hidden_layers=1)), "gptq", "4", tmp_path / "out", calibration=spec)
-    flags = ("--n-ctx", 128, "--limit", 8, "--threads", 1, "--no-divergence")
+    flags = ("--n-ctx", 128, "--limit", 4, "--threads", 1, "--no-divergence")
     ended = succeeds("eval-ppl", tmp_path / "out", "--text", SAMPLE, *flags)
     assert ended.out.count("note: calibrated on the text that judges it") == 1
 

@@ -1,5 +1,3 @@
-"""The walk against the whole model in transformers, with plain hooks; suspended batches against the slow way."""
-
 import itertools
 
 import numpy as np
@@ -20,6 +18,7 @@ from quantkit.errors import SourceError
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
 ROUNDING = 2**-8
+SHORT = 16
 
 
 def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with):
@@ -156,9 +155,6 @@ def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama, factor, finishe
             block.replace(name, value)
     assert seen == [pytest.approx(distance, rel=0.02)]
     assert any("lost" in note for note in trial.run.findings.notes) == (factor < 0)
-
-
-SHORT = 16
 
 
 def walked(folder, out, suspend, offload_bytes, exact, ample):

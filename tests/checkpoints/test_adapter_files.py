@@ -112,6 +112,8 @@ def test_files_that_are_missing_cut_or_pickled(adapter):
     refused(adapter, f"holds no {WEIGHTS}")
     (adapter / "adapter_model.bin").write_bytes(b"\x80\x02")
     refused(adapter, r"only pickled weights \(adapter_model\.bin\)")
+    (adapter / "new_embeddings.safetensors").write_bytes(data)
+    refused(adapter, "adds rows to the embedding")
     shutil.rmtree(adapter)
     refused(adapter, "is no folder.*hf download")
 

@@ -1,5 +1,3 @@
-"""Each command on its happy path, its help, and the JSON that it writes."""
-
 import json
 import re
 from pathlib import Path
@@ -13,10 +11,6 @@ from quantkit.report.records import Report
 from quantkit.report.sheet import read_tables
 
 pytestmark = pytest.mark.usefixtures("here")
-COMMANDS = (
-    *("convert", "eval-ppl", "eval", "eval-tasks", "compare", "bench"),
-    *("run", "inspect", "verify", "methods", "cache"),
-)
 
 
 def done(*arguments):
@@ -34,7 +28,8 @@ def read(name):
 
 def test_help_lists_the_commands_and_each_has_a_json_option():
     text = done("--help")
-    for command in COMMANDS:
+    judging = ("eval-ppl", "eval", "eval-tasks", "compare", "bench")
+    for command in ("convert", *judging, "run", "inspect", "verify", "methods", "cache"):
         assert re.search(rf"│ {command} ", text)
         own = done(command, "--help")
         assert "--json" in own
@@ -104,8 +99,8 @@ def test_eval_by_the_papers_protocol(gguf):
         assert part in text
 
 
-def test_run_converts_and_compare_compares(tiny):
-    Path("one.yaml").write_text(f"model: {tiny}\nmethod: gguf\nbits: Q8_0\nout: one\n")
+def test_run_converts_and_compare_compares(one_block):
+    Path("one.yaml").write_text(f"model: {one_block}\nmethod: gguf\nbits: Q8_0\nout: one\n")
     text = done("run", "one.yaml", "--json", "one.json")
     assert text.startswith("one: gguf-Q8_0 of ")
     assert Manifest.model_validate(read("one.json")) == open_artifact("one").manifest
@@ -115,7 +110,7 @@ def test_run_converts_and_compare_compares(tiny):
     assert open_artifact("two").manifest == open_artifact("one").manifest
 
     flags = [*EVALUATION_FLAGS, "--threads", "1", "--out", "all", "--json", "table.json", "--price-per-hour", "2"]
-    shown = done("compare", tiny, "--methods", "gguf:Q8_0", *flags)
+    shown = done("compare", one_block, "--methods", "gguf:Q8_0", *flags)
     [(_, table)] = read_tables(Path("table.json"))
     assert table.columns == ["bfloat16", "gguf-Q8_0"]
     assert "cost per 1,000 tokens @ 1 thread" in dict(table.rows())
@@ -125,6 +120,6 @@ def test_run_converts_and_compare_compares(tiny):
     # The recipe of the same comparison finds everything done.
     evaluation = f"{{text: {SAMPLE}, n_ctx: 64, limit: 2, threads: [1], price_per_hour: 2}}"
     variants = "[{method: gguf, bits: Q8_0}]"
-    Path("all.yaml").write_text(f"model: {tiny}\nvariants: {variants}\nevaluation: {evaluation}\nout: all\n")
+    Path("all.yaml").write_text(f"model: {one_block}\nvariants: {variants}\nevaluation: {evaluation}\nout: all\n")
     assert done("run", "all.yaml", "--json", "again.json") == shown
     assert read("again.json") == read("table.json")

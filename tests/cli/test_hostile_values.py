@@ -1,5 +1,3 @@
-"""Values of options and recipes that nobody should give: each is told in one line, at once, and nothing is made."""
-
 import os
 from pathlib import Path
 
@@ -7,11 +5,9 @@ import pytest
 from test_untrusted import BOMB
 from tiny_models import CALIBRATION, SAMPLE, quantkit
 
-from quantkit.conversion.convert import convert
+from quantkit import compare, convert, evaluate
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluation.evaluate import evaluate
 from quantkit.recipe import load_recipe
-from quantkit.sweep.compare import compare
 from quantkit.system.sizes import parse_size
 
 NINES = "9" * 400
@@ -32,23 +28,14 @@ def told(*arguments, says=""):
     return ended
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        ("[" * 5000, "is not valid YAML"),
-        ("{" + BOMB.replace("\n", ", ") + "}", "aliases stand for more than"),
-        ("!!python/object/apply:os.system [true]", "group_size.int = '!!python/object/apply"),
-        (NINES, "group_size = 999999"),
-    ],
-)
+@pytest.mark.parametrize(("value", "says"), [
+    ("[" * 5000, "is not valid YAML"),
+    ("{" + BOMB.replace("\n", ", ") + "}", "aliases stand for more than"),
+    ("!!python/object/apply:os.system [true]", "group_size.int = '!!python/object/apply"),
+    (NINES, "group_size = 999999"),
+])  # fmt: skip
 def test_a_value_of_an_option_is_not_believed(value, says, tiny):
     told("convert", tiny, "--method", "rtn", "--out", "out", "--group-size", value, says=says)
-
-
-def test_memory_without_end_is_refused(tiny):
-    words = ("convert", tiny, "--method", "gptq", "--out", "out")
-    for option, value in (("offload_gb", "nan"), ("max_memory_gb", "1e400"), ("max_memory_gb", "-1")):
-        told(*words, "--" + option.replace("_", "-"), value, says=f"convert: {option} = ")
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 63])
@@ -61,13 +48,10 @@ def test_a_seed_that_no_generator_takes_is_refused(seed, tiny):
     assert quantkit("convert", tiny, "--method", "rtn", "--out", "out", "--seed", (1 << 63) - 1).code == 0
 
 
-def test_a_home_that_is_not_there_is_told(tiny):
+def test_a_home_that_is_not_there_and_numbers_beyond_all_measure_are_told(tiny):
     nobody = "~nobody-of-this-name/x"
     for words in (("verify", nobody), ("run", nobody), ("convert", tiny, "--method", "rtn", "--out", nobody)):
         told(*words, says="home directory")
-
-
-def test_numbers_beyond_all_measure_are_told(tiny):
     convert = ("convert", tiny, "--out", "out", "--method")
     for words in (
         ("eval", tiny, "--text", SAMPLE, "--threads", NINES),
@@ -81,21 +65,21 @@ def test_numbers_beyond_all_measure_are_told(tiny):
     for size, says in ((NINES, "more than any disk"), ("9" * 100_000 + "x", "no size")):
         with pytest.raises(RecipeError, match=says):
             parse_size(size, "target_size")
+    words = (*convert, "gptq")
+    for option, value in (("offload_gb", "nan"), ("max_memory_gb", "1e400"), ("max_memory_gb", "-1")):
+        told(*words, "--" + option.replace("_", "-"), value, says=f"convert: {option} = ")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (b"model: m\nmethod: rtn\noptions: " + b"{a: " * 3000, "is not valid YAML"),
-        (b'model: "a\\0b"\nmethod: rtn', "model = 'a\\x00b' cannot be used: a text holds the character NUL"),
-        (b'model: "\\uD800"\nmethod: rtn', "a text holds half of a character"),
-        (b"model: " + b"m" * 5000 + b"\nmethod: rtn", "is longer than 4,096"),
-        (b"model: m\nmethod: rtn\noptions: {a: " + b"9" * 400 + b"}", "more than 64 bits"),
-        (b"model: m\nvariants: [" + b"{method: rtn}," * 1500 + b"]", "variants = "),
-        (b"\xff\xfe\x00m", "is not UTF-8 text"),
-        (b"x" * (2 << 20), "2,097,152 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    (b"model: m\nmethod: rtn\noptions: " + b"{a: " * 3000, "is not valid YAML"),
+    (b'model: "a\\0b"\nmethod: rtn', "model = 'a\\x00b' cannot be used: a text holds the character NUL"),
+    (b'model: "\\uD800"\nmethod: rtn', "a text holds half of a character"),
+    (b"model: " + b"m" * 5000 + b"\nmethod: rtn", "is longer than 4,096"),
+    (b"model: m\nmethod: rtn\noptions: {a: " + b"9" * 400 + b"}", "more than 64 bits"),
+    (b"model: m\nvariants: [" + b"{method: rtn}," * 1500 + b"]", "variants = "),
+    (b"\xff\xfe\x00m", "is not UTF-8 text"),
+    (b"x" * (2 << 20), "2,097,152 bytes"),
+])  # fmt: skip
 def test_a_recipe_is_not_believed(text, says):
     Path("recipe.yaml").write_bytes(text)
     ended = told("run", "recipe.yaml", says=says)
@@ -121,12 +105,9 @@ def test_a_text_that_no_file_can_hold_is_refused_in_every_call(text, tiny):
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_recipe_that_is_a_pipe_is_not_waited_for():
+def test_a_recipe_that_is_a_pipe_is_not_waited_for_and_files_that_cannot_be_read_or_written_are_named(tiny):
     os.mkfifo("pipe.yaml")
     told("run", "pipe.yaml", says="the recipe pipe.yaml is no file")
-
-
-def test_files_that_can_be_opened_and_not_read_or_written_are_named(tiny):
     memory = Path("/proc/self/mem")
     if not memory.exists():
         pytest.skip("this system has no file whose first byte cannot be read")

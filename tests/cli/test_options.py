@@ -1,5 +1,3 @@
-"""Options come from the records: their names, types, defaults and help; wrong ones are told."""
-
 import os
 from typing import Annotated, Literal
 
@@ -66,7 +64,7 @@ def context_of(*words):
     return command.make_context("convert", list(words))
 
 
-def test_click_reads_the_options_of_the_method():
+def test_click_reads_the_options_of_the_method_and_of_no_other():
     # Wherever they stand, beside the command's own.
     words = "--group-size -1 --no-sym"
     for line in (f"demo --method gptq {words} --seed 3", f"{words} demo --seed 3 --method gptq"):
@@ -78,9 +76,6 @@ def test_click_reads_the_options_of_the_method():
     context = context_of("demo", "--method", "gguf", *words.split())
     assert context.meta[OPTIONS] == {"target_size": "90MB", "tensor_type": "a=Q6_K,b=Q5_K"}
     find_method("gguf").parse_options(context.meta[OPTIONS])
-
-
-def test_an_option_of_another_method_is_refused():
     ended = quantkit("convert", "demo", "--method", "nf4", "--group-size", "64")
     assert ended.code == 2
     assert "no such option --group-size. The method's options: --double-quant, --compute-dtype" in ended.err
@@ -109,14 +104,10 @@ def test_an_existing_file_is_overwritten_only_if_its_suffix_is_the_results(tmp_p
         assert fine.read_bytes() == empty.read_bytes()
         fails(*words, other, says=f"{other} exists, and only *{suffix} files are overwritten.")
         assert other.read_text() == "mine"
-
-
-def test_what_a_result_may_overwrite(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     check = writable(".json")
     for name in ("quantkit.json", "config.json", "tokenizer.json", "model.safetensors.index.json"):
         (tmp_path / name).write_text("{}")
         with pytest.raises(OutputError, match=f"{name} exists, and seems to belong to a model"):
             check(tmp_path / name)
-    assert check(tmp_path / "pipe") == tmp_path / "pipe"
-    assert check(None) is None
+    assert (check(tmp_path / "pipe"), check(None)) == (tmp_path / "pipe", None)

@@ -1,10 +1,9 @@
-"""Progress where nobody watches: plain lines for a log; nothing under --quiet, and no word of libraries otherwise."""
-
 import os
 import re
 import warnings
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import accumulate
 
 import pytest
 import tiny_models
@@ -13,9 +12,15 @@ from tiny_models import EVALUATION_FLAGS, quantkit
 
 from quantkit.cli import progress as module
 from quantkit.cli.progress import Lines, choose, shown
-from quantkit.progress import Progress
+from quantkit.progress import Pieces, Progress, Step, Timed
+from quantkit.sweep.compare import CALIBRATION_COST, CONVERSION_COST, SOURCE_COST
 
 LINE = re.compile(r"[^\r\x1b]+: (done, \d+ s|done, \d+:\d\d min|\d+% after \d.*)")
+# Seconds of the source, and of the conversion and the evaluation of each variant: sums of logged steps and 2 s for each
+RECORDED = {
+    "AVX-512": [18, 51, 8, 36, 8, 5, 10, 5, 8, 6, 12, 2, 7, 2, 7, 3, 9, 2, 11, 3, 9],
+    "AVX2": [22, 183, 15, 62, 10, 5, 9, 5, 10, 6, 12, 2, 9, 3, 9, 3, 10, 3, 13, 3, 10],
+}
 
 
 def test_lines_of_a_log():
@@ -86,9 +91,9 @@ def test_a_conversion_into_a_log_is_one_line_a_step_and_libraries_add_nothing(ti
     assert "reading the artifact back: done, " in log
 
 
-def test_a_comparison_tells_whose_steps_they_are(tiny, tmp_path, monkeypatch):
+def test_a_comparison_tells_whose_steps_they_are(one_block, tmp_path, monkeypatch):
     words = ("--methods", "rtn:4", *EVALUATION_FLAGS, "--threads", "1", "--out", tmp_path / "out")
-    done = spoken(monkeypatch, "compare", tiny, *words)
+    done = spoken(monkeypatch, "compare", one_block, *words)
     assert done.code == 0, done.err
     rows = [line for line in done.err.splitlines() if ": perplexity " in line and " ms/token @ 1 thread" in line]
     assert [row.split(":")[0] for row in rows] == ["bfloat16", "rtn-4"]
@@ -132,3 +137,66 @@ def test_without_a_command_it_says_how_to_begin():
     assert (done.code, done.err) == (0, "")
     assert "quantkit convert demo" in done.out
     assert quantkit("--version").out == f"quantkit {version('quantkit')}\n"
+
+
+def test_a_piece_takes_as_long_as_others_of_its_kind():
+    now = [0.0]
+    pieces = Pieces([("source", 2), ("slow", 3), ("evaluation", 1), ("slow", 1), ("evaluation", 1)], lambda: now[0])
+    assert pieces.next() == (None, None)
+    now[0] = 20
+    assert pieces.next() == (30, 10 + 10 + 10)
+    now[0] = 110  # 30 s for a unit of the slow one, 22 for one of all
+    assert pieces.next() == (22, 30 + 22)
+    now[0] = 115
+    assert pieces.next() == (30, 5)
+
+
+def test_within_a_piece_the_work_itself_is_believed():
+    step = Step("all", total=10)
+    timed = Timed(step, began=0, piece_began=0)
+    assert timed.left(5) is None
+    step.done, step.expected, step.after = 2, 20, 40
+    timed.update(20)
+    assert timed.left(25) == 15 + 40
+    assert timed.left(100) == 2 + 40  # the piece takes longer than expected
+    assert timed.left(30, Step("evaluating", total=4, done=1)) == 10 + 40
+    assert timed.left(60, Step("blocks", total=4, done=1, work=True)) == 120 + 40
+    assert Timed(Step("blocks", total=4, done=1), 0, 0).left(10) == 30
+
+
+def test_a_log_tells_what_is_left_of_the_whole():
+    now, said = [0.0], []
+    lines = Lines(said.append, lambda: now[0])
+    pieces = Pieces([("source", 2), ("slow", 2), ("evaluation", 2)], lambda: now[0])
+    with Progress(lines.draw).step("all variants", 10) as advance:
+        advance(0, pieces=pieces)
+        now[0] = 20
+        advance(2)
+        advance(0, pieces=pieces)
+        with Progress(lines.draw).within("gptq-4").step("blocks", 4, work=True) as inner:
+            now[0] = 40
+            inner(2)
+            lines.tick()
+    assert said[0] == "gptq-4: blocks: 50% after 20 s, about 20 s left; all variants: about 40 s left"
+
+
+@pytest.mark.parametrize("seconds", RECORDED.values(), ids=RECORDED.keys())
+def test_the_demo_never_seems_to_take_more_than_twice_as_long_as_it_does(seconds):
+    calibration = ("calibration", CONVERSION_COST + CALIBRATION_COST * 16 / 4)
+    kinds = [("evaluation", SOURCE_COST)]
+    for number in range(10):
+        kinds += [calibration if number < 2 else ("conversion", CONVERSION_COST), ("evaluation", 1.0)]
+    now = [0.0]
+    pieces, step = Pieces(kinds, lambda: now[0]), Step("all", total=100)
+    timed = Timed(step, 0, 0)
+    ends = list(accumulate(seconds))
+    for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        now[0] = begin
+        step.expected, step.after = pieces.next()
+        step.done = number
+        timed.update(begin)
+        for moment in (begin, end - 1):
+            work = Step("blocks", total=seconds[number], done=moment - begin, work=kinds[number][0] == "calibration")
+            if number and 60 <= moment < ends[-1] - 5:
+                left = timed.left(moment, work)
+                assert (ends[-1] - moment) / 2 <= left <= 2 * (ends[-1] - moment), (kinds[number], moment, left)

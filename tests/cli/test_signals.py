@@ -1,5 +1,3 @@
-"""Signals: one that is ignored on entry stays ignored, as scripts and nohup want it; others end a command cleanly."""
-
 import os
 import signal
 import sys

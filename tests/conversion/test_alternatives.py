@@ -1,7 +1,9 @@
 """Refusals name what would work, and what is fine here but refused by engines is told; all before any work."""
 
 import pytest
+from edits import edit_json
 from tiny_llama import calibration, job_for, save_llama
+from tiny_models import changed_copy, command_line
 
 from quantkit import convert, verify
 from quantkit.contracts.registry import methods
@@ -12,6 +14,7 @@ from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.recipe import ConvertRecipe
 
 SAID = "Methods that take this model: "
+DYNAMIC = {"type": "dynamic", "factor": 2.0}
 
 
 def job_of(folder, method="rtn", bits=None):
@@ -54,6 +57,24 @@ def test_a_refusal_hints_at_no_method_that_refuses_too(tmp_path):
     with pytest.raises(UnsupportedError) as own:
         job.method.check(job)  # the hint is not the methods' own to give
     assert str(refusal.value) == f"{str(own.value).rstrip('.')}. {said}{hint}"
+
+
+@pytest.mark.parametrize(("name", "changes"), [("opt", {}), ("olmo", {"rope_scaling": DYNAMIC}), ("gpt_neo", {})])
+def test_the_methods_that_a_gguf_refusal_names_convert(name, changes, architecture, tmp_path):
+    """The refusing process has left torch out, so another one asks the methods."""
+    folder = changed_copy(architecture(name), tmp_path / "model", **changes)
+    refusal = command_line("convert", folder, "--method", "gguf", "--out", tmp_path / "none").stderr
+    _, _, named = refusal.replace("\n", " ").partition(SAID)
+    pairs = [pair.split(":") for pair in named.rstrip(". ").split(", ")]
+    assert {"rtn", "nf4"} <= {method for method, _ in pairs}, refusal
+    assert "gptq" not in dict(pairs) or name == "olmo"  # 512 tokens by default, and 128 positions in a table
+    for method, bits in pairs if name == "opt" else [pair for pair in pairs if pair[0] in ("rtn", "gptq")]:
+        verify(convert(str(folder), method, bits, tmp_path / method, calibration=calibration()))
+    ids = {f"<more{number}>": number for number in range(1000)}
+    edit_json(folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(ids))
+    refusal = command_line("convert", folder, "--method", "gguf", "--out", tmp_path / "none").stderr
+    assert SAID not in refusal  # no method takes such a tokenizer
+    assert "add the rows" in refusal
 
 
 def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(architecture):

@@ -11,13 +11,14 @@ import torch
 from edits import edit_json, edit_tensors, put
 from safetensors.torch import load_file, save_file
 from tiny_models import CALIBRATION, changed_copy
+from transformers import AutoModelForCausalLM
 
 from quantkit.checkpoints.safetensors import read_header
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.source import open_source
-from quantkit.models.bounds import refuse_config
+from quantkit.models.bounds import ROPE, refuse_config
 from quantkit.models.config import load_tokenizer, open_config
 from quantkit.models.skeleton import open_skeleton
 
@@ -56,6 +57,15 @@ def refused(folder, *says, method="rtn"):
         ("architectures", ["LlamaForCausalLM", 5]),
         ("rope_scaling", "yarn"),
         ("rope_theta", float("inf")),
+        *(("rope_parameters", {"rope_theta": theta}) for theta in (-1, 0, -10000, True, "1")),
+        ("rope_parameters", {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 0}}),
+        *((name, {"rope_type": "linear", "factor": factor}) for name in ROPE for factor in (0, -2)),
+        ("rope_scaling", {"rope_type": "yarn", "factor": -1}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2, "beta_fast": 0}),
+        ("rope_scaling", {"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 1}),
+        ("rope_scaling", {"rope_type": "longrope", "short_factor": [1.0] * 15 + [0]}),
+        ("partial_rotary_factor", 1.5),
+        *((name, wrong) for name in ("eos_token_id", "pad_token_id") for wrong in ("x", {}, [], [1, "2"], 10**9, True)),
     ],
 )
 def test_values_that_no_model_has(key, value, tiny):
@@ -92,6 +102,9 @@ def test_what_published_configs_leave_open_is_taken(tiny):
     (folder / "chat_template.jinja").write_text(text)  # with the tag of transformers
     assert load_tokenizer(folder).chat_template == text
     refuse_config({"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]})
+    phi3 = {"type": "longrope", "factor": None, "short_factor": [1.0], "attention_factor": None, "mscale_all_dim": 0}
+    refuse_config({"rope_scaling": phi3, "eos_token_id": [2, 9], "text_config": {"rope_theta": [1e4, 5e6]}})
+    refuse_config({"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 1e4}}})
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "generation_config.json"])
@@ -191,9 +204,11 @@ DAMAGE = [
     (linked("generation_config.json", "../secret"), ("generation_config.json is a link out of its folder",)),
     *((written(name, DEEP.encode()), ("model",)) for name in ("tokenizer.json", "special_tokens_map.json")),
     (written("tokenizer_config.json", b"[1]"), ("model",)),
+    (written("generation_config.json", b'{"eos_token_id": "x"}'), ("generation_config.json: eos_token_id is 'x'",)),
     (indexed({"a": "model-00002-of-00002.safetensors"}), ("lacks the shard model-00002-of-00002.safetensors",)),
     (indexed({"a": "../model.safetensors"}), ("outside its folder",)),
     (indexed({}), ("not a valid shard index",)),
+    (written("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}'), ("no metadata", 'Add "metadata": {}')),
     (lambda folder: os.truncate(folder / "model.safetensors", 90_000), ("truncated: 90000 bytes", "Fetch the file")),
     (written("model.safetensors", b""), ("truncated (0 bytes)",)),
     (written("model.safetensors", b"\xff" * 1000), ("not a safetensors file",)),
@@ -219,7 +234,25 @@ def test_tensor_in_two_shards(folder):
     (folder / "model.safetensors").rename(folder / "first.safetensors")
     names = read_header(folder / "more.safetensors")
     indexed(dict.fromkeys(names, "first.safetensors") | {"b": "more.safetensors"})(folder)
-    refused(folder, "model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors")
+    refused(folder, "model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors", "takes the last")
+
+
+@pytest.mark.parametrize("unlisted", [{}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, {"b": None}])
+@pytest.mark.parametrize("name", [UP, "model.embed_tokens.weight"])
+def test_an_index_decides_where_transformers_takes_the_same_tensor(folder, name, unlisted):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "base.safetensors")
+    stray = {key: weights[UP] if value is None else value for key, value in unlisted.items()}
+    save_file({name: weights[name] * 2, **stray}, folder / "over.safetensors")
+    indexed(dict.fromkeys(weights, "base.safetensors") | {name: "over.safetensors"})(folder)
+    artifact = convert(str(folder), "float", "float32", "out")
+    told = [note for note in artifact.manifest.notes if "index" in note]
+    assert told[0] == f"{name} of base.safetensors is not read: the index names another file"
+    assert [note.split(": ")[1] for note in told[1:]] == list(unlisted)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    ours = AutoModelForCausalLM.from_pretrained("out").state_dict()
+    assert ours[name].equal(weights[name].float() * 2)
+    assert all(ours[key].equal(value) for key, value in theirs.items())
 
 
 def test_two_models_in_one_folder(folder):
@@ -256,19 +289,42 @@ def test_weights_that_do_not_fit_the_config(method, tiny):
 
 @pytest.mark.parametrize("method", ["rtn", "gguf"])
 def test_a_tied_weight_that_is_stored_twice(folder, method):
-    weights = load_file(folder / "model.safetensors")
-    head = weights["model.embed_tokens.weight"].clone()
-    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    edit_tensors(folder, put("lm_head.weight", value=head.clone()))
     manifest = convert(str(folder), method, out="same").manifest
     assert not any("left out" in note for note in manifest.notes)
     changed = head.clone()
     changed[-1, 0] += 1
-    for other in (head.half(), changed):
-        save_file(weights | {"lm_head.weight": other}, folder / "model.safetensors")
+    for other in (head.half(), head[:-1], changed):
+        edit_tensors(folder, put("lm_head.weight", value=other))
         refused(folder, "ties lm_head.weight to model.embed_tokens.weight", "tie_word_embeddings", method=method)
-    del weights["model.embed_tokens.weight"]
-    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
+        with pytest.raises(SourceError, match=r"ties lm_head\.weight"):
+            open_source(str(folder))  # as every command does
+    # What the sentence advises.
+    convert(str(changed_copy(folder, Path("untied"), tie_word_embeddings=False)), method, out="other")
+    convert(
+        str(changed_copy(folder, Path("tied"), lambda tensors: tensors.pop("lm_head.weight"))), method, out="without"
+    )
+    edit_tensors(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
     refused(folder, "model.embed_tokens.weight", method=method)
+
+
+def test_another_head_is_refused_where_config_json_does_not_say_that_it_is_tied(folder):
+    """transformers ties by default in some architectures, such as Gemma."""
+    edit_json(folder / "config.json", lambda config: config.pop("tie_word_embeddings"))
+    edit_tensors(folder, put("lm_head.weight", value=torch.ones(4, 4)))
+    open_source(str(folder))
+    kind = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
+    with pytest.raises(SourceError, match=r"ties lm_head\.weight"):
+        open_source(str(changed_copy(folder, Path("gemma"), **kind)))
+
+
+def test_a_checkpoint_without_its_head_or_with_other_names(folder):
+    edit_json(folder / "config.json", put("tie_word_embeddings", value=False))
+    refused(folder, "has no output head (lm_head.weight)", "Set tie_word_embeddings to true")
+    edit_tensors(folder, lambda tensors: tensors.update({UP + "_packed": tensors.pop(UP)}))
+    edit_json(folder / "config.json", put("tie_word_embeddings", value=True))
+    refused(folder, f"has no tensor {UP}, but {UP}_packed")
 
 
 def test_tensors_beside_the_model_that_look_like_codes_are_left_out(folder):

@@ -84,7 +84,7 @@ def test_misuse_of_a_command_ends_with_code_2(arguments, says, tiny):
 
 def test_architecture_that_a_method_lacks(architecture):
     says = ("'opt'", "mistral, ministral, ", ", qwen2, qwen3, ", "that take this model: ", "gptq:4")
-    refused("convert", architecture("opt"), "--out", "out", "--method", "gguf", says=says)
+    refused("convert", architecture("opt"), "--out", "out", "--method", "gguf", *CALIBRATION_FLAGS, says=says)
     sizes = {"vocab_size": 304, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.BertConfig(**sizes, intermediate_size=128, bos_token_id=1, eos_token_id=2)
     transformers.BertForMaskedLM(config).save_pretrained("bert")
@@ -106,7 +106,7 @@ def test_shapes_that_get_other_types_are_told(tiny):
 
 def test_text_that_is_too_short(tiny):
     Path("short.txt").write_text("A short text. " * 20)
-    says = ("short.txt is too short", "0 of the asked 64 sequences of 512", "longer text or fewer sequences")
+    says = ("short.txt is too short", "0 of the asked 64 sequences of 512", "longer text or shorter sequences")
     refused("convert", tiny, "--method", "gptq", "--calibration-text", "short.txt", says=says)
     says = ("short.txt is too short", "2 windows of 512", "longer --text")
     refused("eval-ppl", tiny, "--text", "short.txt", says=says)

@@ -13,6 +13,7 @@ REFINED = {"refine": True, "refine_steps": 3, "tune_steps": 2}
 TEXT = {**CALIBRATION, "sequences": 32}
 CASES = [
     ("one_block", "gptq", "4", {}),
+    ("one_block", "gptq", "4", {"static_groups": False}),
     ("one_block", "gptq", "4", {"desc_act": True, "gptaq_share": 1.0}),
     ("one_block", "gptq", "4", {"true_sequential": False}),
     ("one_block", "gptq", "3", REFINED),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from edits import edit_json, put
 from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION, changed_copy
 from tokenizers import AddedToken
@@ -10,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit.conversion.convert import convert
-from quantkit.errors import QuantkitError, SourceError, UnsupportedError
+from quantkit.errors import SourceError, UnsupportedError
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.models.config import note_beyond_context
 from quantkit.recipe import CalibrationSpec
@@ -25,7 +26,6 @@ def refused(model, method, error, says, **settings):
     assert not out.with_name("out.partial").exists()
 
 
-# What knows the tokenizer: the common check, llama.cpp's words, CTranslate2's, and calibration.
 @pytest.mark.parametrize("method", ["rtn", "gptq", "gguf", "ctranslate2"])
 def test_a_source_without_a_tokenizer_or_a_row_of_the_embedding_is_refused(method, tiny, tmp_path):
     """One row is missing, of a token that no short text has."""
@@ -35,9 +35,8 @@ def test_a_source_without_a_tokenizer_or_a_row_of_the_embedding_is_refused(metho
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:rows].contiguous()
 
     model = changed_copy(tiny, tmp_path / "model", cut, vocab_size=rows)
-    says = {"gguf": f"an embedding of {rows} rows", "ctranslate2": f"its weights {rows} rows"}
-    found = says.get(method, rf"its vocabulary the token ids \d+ to {rows}")
-    refused(model, method, QuantkitError, rf"{found}.*model.resize_token_embeddings")
+    found = rf"its vocabulary the token ids \d+ to {rows}"
+    refused(model, method, SourceError, rf"{found}.*model.resize_token_embeddings")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
     refused(model, method, SourceError, "tokenizer")
@@ -62,18 +61,24 @@ def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refus
     unused = with_added_token(tiny, tmp_path / "unused", every_text=False)
     made = convert(str(unused), "rtn", out=tmp_path / "made")
     assert [note for note in made.manifest.notes if "added tokens that the model has no row for: '<more" in note]
+    edit_json(unused / "generation_config.json", put("eos_token_id", value=[2, 304]))  # as published models have it
+    edit_json(unused / "tokenizer_config.json", put("extra_special_tokens", value=["<listed>", "</s>"]))
+    notes = convert(str(unused), "rtn", out=tmp_path / "listed").manifest.notes
+    assert [note for note in notes if "no row for: '<more304>', '<listed>'" in note]
+    assert "eos_token_id is [2, 304], and the embedding has 304 rows: the model cannot take or give this token" in notes
     used = with_added_token(tiny, tmp_path / "used", every_text=True)
     refused(used, "rtn", SourceError, "the tokenizer gives every text the token ids")
 
 
 def test_the_advice_adds_the_rows(tiny, tmp_path):
     folder = with_added_token(tiny, tmp_path / "model", every_text=False)
-    with pytest.raises(UnsupportedError, match="a tokenizer of 305 tokens and an embedding of 304 rows") as refusal:
+    edit_json(folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(z=309))  # ids with a hole
+    with pytest.raises(SourceError, match="token ids 3 to 309, and the embedding has 304 rows") as refusal:
         convert(str(folder), "gguf", "Q8_0", tmp_path / "out")
-    advice = str(refusal.value).partition("with transformers: ")[2].partition(". Methods")[0]
+    advice = str(refusal.value).partition("with transformers: ")[2]
     names = {"model": AutoModelForCausalLM.from_pretrained(folder), "tokenizer": AutoTokenizer.from_pretrained(folder)}
     exec(advice, names | {"folder": folder})
-    assert convert(str(folder), "gguf", "Q8_0", tmp_path / "out").manifest.source.config["vocab_size"] == 305
+    assert convert(str(folder), "gguf", "Q8_0", tmp_path / "out").manifest.source.config["vocab_size"] == 310
 
 
 def test_calibration_beyond_the_context_gets_a_note(tiny, tmp_path):

@@ -1,5 +1,3 @@
-"""The texts that come with quantkit: what each is, and that no passage of a half is in the other."""
-
 import re
 from itertools import pairwise, product
 

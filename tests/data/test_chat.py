@@ -1,5 +1,3 @@
-"""Conversations: how a model's chat template writes them, and what a user's file may hold."""
-
 import json
 
 import pytest
@@ -28,14 +26,11 @@ def test_special_tokens_come_from_the_template_alone(tmp_path):
     assert tokenizer.decode(ids).replace(" ", "") == "abath\n<s>[user]thebath</s>[assistant]ahat</s>"
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
-    ],
-)
+@pytest.mark.parametrize(("template", "says"), [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+])  # fmt: skip
 def test_whatever_a_template_raises_is_one_error(template, says, tmp_path):
     with pytest.raises(TextError, match="the model's chat template cannot write a conversation of the text") as told:
         render(saved_tokenizer(tmp_path, template), ASKED)
@@ -76,16 +71,13 @@ def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path):
     assert (text.content, text.parts) == ("one\n\ntwo\n", ())
 
 
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [
-        ("{", "line 2 of FILE is not valid JSON"),
-        ('{"text": 5}', "line 2 of FILE holds neither messages nor a text"),
-        ('{"messages": [5]}', "line 2 of FILE has a message that cannot be used: 5"),
-        (line(("tool", "x")), "Its role is one of system, user, assistant"),
-        (line(("user", [{"type": "image"}])), "its content a text"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "says"), [
+    ("{", "line 2 of FILE is not valid JSON"),
+    ('{"text": 5}', "line 2 of FILE holds neither messages nor a text"),
+    ('{"messages": [5]}', "line 2 of FILE has a message that cannot be used: 5"),
+    (line(("tool", "x")), "Its role is one of system, user, assistant"),
+    (line(("user", [{"type": "image"}])), "its content a text"),
+])  # fmt: skip
 def test_a_line_that_holds_something_else_is_told_with_its_number(bad, says, tmp_path):
     file = tmp_path / "mine.jsonl"
     with pytest.raises(TextError) as told:

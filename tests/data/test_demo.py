@@ -1,5 +1,3 @@
-"""The demo model: what is done to its weights, and what it may not look like afterwards."""
-
 import copy
 
 import numpy as np

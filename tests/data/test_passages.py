@@ -1,5 +1,3 @@
-"""Passages that two texts share, against sets of words: exactly, and estimated from the hashes that are kept."""
-
 import re
 
 import numpy as np
@@ -12,6 +10,7 @@ from quantkit.errors import RecipeError
 from quantkit.recipe import parse
 
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
+ENTRY = {"text": "a text", "sha256": "0" * 64, "sequences": 1, "length": 512, "requested": 1}
 
 
 def passages(*texts):
@@ -81,9 +80,6 @@ def test_only_passages_among_others_are_counted():
     assert (seen.seen, seen.sampled) == (0, 88)
     assert kept_of([]) == ""
     assert seen_in("", [THIRTEEN]).share == seen_in(kept, []).share == 0
-
-
-ENTRY = {"text": "a text", "sha256": "0" * 64, "sequences": 1, "length": 512, "requested": 1}
 
 
 @pytest.mark.parametrize("bad", ["AAAA", "AAAAAAA-", "A" * (MOST_PASSAGES + 8), "AAAAAAAA\n"])

@@ -1,5 +1,3 @@
-"""Texts: which half or split serves what, from the bundled sample and from a hub."""
-
 import os
 import subprocess
 import sys
@@ -11,22 +9,8 @@ from gguf_files import save_tokenizer
 from tiny_models import SAMPLE
 from wikitext_hub import ROWS, files_of, wikitext_hub
 
-from quantkit.data.texts import LONG_TEXT, adds_bos, encode, first_token, load_text, papers_text, sample_text
+from quantkit.data.texts import LONG_TEXT, adds_bos, encode, first_token, load_text, sample_text
 from quantkit.models.config import load_tokenizer
-
-
-def test_the_parts_of_the_sample_are_apart_and_in_their_places():
-    articles, kinds = (path.read_text(encoding="utf-8") for path in (SAMPLE, SAMPLE.with_name("sample_kinds.txt")))
-    calibration, evaluation = sample_text("calibration"), sample_text("evaluation")
-    assert calibration.content.endswith(kinds)
-    assert calibration.content.removesuffix(kinds) + evaluation.content == articles
-
-
-@pytest.mark.usefixtures("no_hub")
-def test_without_a_hub_the_sample_is_taken():
-    assert load_text(None, "calibration") == sample_text("calibration")
-    assert load_text(None, "evaluation") == sample_text("evaluation")
-
 
 LOADED = """
 import sys
@@ -35,6 +19,16 @@ for split in sys.argv[1:]:
     text = load_text(None, split)
     print(repr((text.name, text.content, text.bundled)))
 """
+LONG = "a b c <s> text of many words\n" * (1 + LONG_TEXT // 28)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_the_parts_of_the_sample_are_apart_and_in_their_places_and_taken_without_a_hub():
+    articles, kinds = (path.read_text(encoding="utf-8") for path in (SAMPLE, SAMPLE.with_name("sample_kinds.txt")))
+    calibration, evaluation = sample_text("calibration"), sample_text("evaluation")
+    assert calibration.content.endswith(kinds)
+    assert calibration.content.removesuffix(kinds) + evaluation.content == articles
+    assert [load_text(None, split) for split in ("calibration", "evaluation")] == [calibration, evaluation]
 
 
 def loaded(endpoint, cache, *splits):
@@ -67,7 +61,7 @@ def test_a_hub_without_it_is_told(files, tmp_path):
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("quantkit.errors.TextError: WikiText-2 could not be loaded from the hub: ")
-    assert last.endswith("Give a file with --text.")
+    assert last.endswith("Give a file with --calibration-text.")
 
 
 def tokenizer_in(folder, bos=False):
@@ -90,9 +84,6 @@ def test_whether_a_tokenizer_puts_bos_first_is_seen_in_what_it_gives(tmp_path):
     without.bos_token = None
     assert not adds_bos(without)
     assert first_token(without) == without.eos_token_id == 2
-
-
-LONG = "a b c <s> text of many words\n" * (1 + LONG_TEXT // 28)
 
 
 def test_the_ids_of_a_long_text_are_kept_for_the_next_tokenizer_of_the_same_files(tmp_path, monkeypatch):
@@ -122,8 +113,3 @@ def test_kept_ids_are_not_those_of_another_tokenizer_or_text(tmp_path):
     assert ids == [list(tokenizer(LONG)["input_ids"]) for tokenizer in (plain, bos, more, split)]
     assert len({tuple(one) for one in ids}) == 4
     assert encode(plain, LONG + "x").tolist() == plain(LONG + "x")["input_ids"]
-
-
-def test_only_a_newline_ends_a_row():
-    assert papers_text("a\nb\n") == "a\n\n\nb\n"
-    assert papers_text("one\u2028two\x0cthree\x85\r four\n") == "one\u2028two\x0cthree\x85\r four\n"

@@ -1,34 +1,26 @@
-"""WikiText's pages and its clean text: cases by hand; against lm-evaluation-harness itself where it is installed."""
-
 import random
 
 import pytest
 
 from quantkit.data.wikitext import clean, count_words, pages
 
+CLEANED = {
+    "a @-@ b 1 @,@ 000 2 @.@ 5": "a-b 1,000 2.5",
+    "one ; two : three . four ! five ? six , seven": "one; two: three. four! five? six, seven",
+    "( a ) [ b ] { c } \" d \" ' e '": "(a) [b] {c} \"d\" 'e'",
+    " = = Part = = \n text": " == Part ==\ntext",
+    "the dogs ' tails": "the dogs' tails",
+    "an N here , 5 \u00b0 C , it 's": "an 1 here, 5\u00b0C, it's",
+}
 TEXT = " \n = One = \n \n Of it . \n \n = = Part = = \n More . \n = Two = \n Last"
 
 
-def test_a_page_begins_at_a_title_and_keeps_its_sections():
+def test_a_page_begins_at_a_title_and_keeps_its_sections_and_spaces_around_punctuation_go():
+    assert {given: clean(given) for given in CLEANED} == CLEANED
     assert pages(TEXT) == [" = One = \n \n Of it . \n \n = = Part = = \n More . ", " = Two = \n Last"]
     assert pages("before\n = One = \nafter") == ["before", " = One = \nafter"]
     assert pages("no title") == ["no title"]
     assert count_words(" a  b \n c") == 4
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ("a @-@ b 1 @,@ 000 2 @.@ 5", "a-b 1,000 2.5"),
-        ("one ; two : three . four ! five ? six , seven", "one; two: three. four! five? six, seven"),
-        ("( a ) [ b ] { c } \" d \" ' e '", "(a) [b] {c} \"d\" 'e'"),
-        (" = = Part = = \n text", " == Part ==\ntext"),
-        ("the dogs ' tails", "the dogs' tails"),
-        ("an N here , 5 \u00b0 C , it 's", "an 1 here, 5\u00b0C, it's"),
-    ],
-)
-def test_spaces_around_punctuation_go(given, wanted):
-    assert clean(given) == wanted
 
 
 def test_it_equals_the_harness(shared_data):

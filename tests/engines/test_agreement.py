@@ -1,5 +1,3 @@
-"""Native engines and our own reader, which computes in float32, give the same probabilities on real text."""
-
 import numpy as np
 import pytest
 from engine_logits import engine_logits
@@ -30,13 +28,13 @@ def demo():
 
 @pytest.fixture(scope="module")
 def window(demo, shared_data):
-    """(1, 512) int64 ids of WikiText-2 test."""
+    """(1, N_CTX) int64 ids of WikiText-2 test."""
     text = load_text(str(shared_data / "wikitext2" / "wiki.test.raw"), "evaluation")
     return cut(text, demo.tokenizer(), "papers", N_CTX, 1).windows[0].ids[None]
 
 
 def nll(model, engine, dtype, window):
-    """(511,) float64 negative log-probabilities of the true next tokens."""
+    """(N_CTX - 1,) float64 negative log-probabilities of the true next tokens."""
     loaded = find_engine(engine).load(model, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
     return score(engine_logits(loaded, window)[0, :-1], window[0, 1:])["nll"]
 
@@ -44,14 +42,11 @@ def nll(model, engine, dtype, window):
 # About twice what was measured: 0 (the same arithmetic on both sides); 0.032 (bitsandbytes computes in bfloat16, and
 # where the processor has AVX-512 for it also rounds the block scales to bfloat16: with float32 and without that code
 # the difference is 0); 0.065 (llama.cpp rounds activations to 8 bits and keeps keys and values in float16).
-@pytest.mark.parametrize(
-    ("method", "bits", "native", "dtype", "bound"),
-    [
-        (None, None, "transformers", "float32", 1e-5),
-        pytest.param("nf4", "4", "transformers", None, 0.07, marks=pytest.mark.slow),
-        ("gguf", "Q4_K_M", "llamacpp", None, 0.13),
-    ],
-)
+@pytest.mark.parametrize(("method", "bits", "native", "dtype", "bound"), [
+    (None, None, "transformers", "float32", 1e-5),
+    pytest.param("nf4", "4", "transformers", None, 0.07, marks=pytest.mark.slow),
+    pytest.param("gguf", "Q4_K_M", "llamacpp", None, 0.13, marks=pytest.mark.slow),  # quick: test_cross_check
+])  # fmt: skip
 def test_native_and_reference_agree(method, bits, native, dtype, bound, demo, window, tmp_path):
     model = Model(convert("demo", method, bits, tmp_path / "made"), None) if method else demo
     ours, theirs = nll(model, "reference", "float32", window), nll(model, native, dtype, window)

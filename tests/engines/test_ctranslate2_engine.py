@@ -72,41 +72,22 @@ def test_ids_that_would_crash_the_engine_are_refused(ids, message, loaded):
         list(loaded.stream(ids, 3))
 
 
-@pytest.mark.parametrize(
-    ("bits", "supported", "want"),
-    [
-        ("int8", SUPPORTED, "int8_float32"),
-        ("int8_bfloat16", SUPPORTED | {"int8_bfloat16"}, "int8_bfloat16"),
-        ("int16", SUPPORTED, "float32"),
-        ("float16", SUPPORTED, "float32"),
-    ],
-)
-def test_compute_type_keeps_the_values(bits, supported, want):
-    assert compute_type_for(bits, supported) == want
+def test_compute_types_keep_the_values_and_processors_whose_int8_products_saturate_are_known():
+    kinds = {"int8": "int8_float32", "int16": "float32", "float16": "float32"}
+    assert {bits: compute_type_for(bits, SUPPORTED) for bits in kinds} == kinds
+    assert compute_type_for("int8_bfloat16", SUPPORTED | {"int8_bfloat16"}) == "int8_bfloat16"
+    assert saturates("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx avx2 fma\n") is True
+    assert saturates("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512_vnni\n") is False
+    assert saturates("vendor_id\t: GenuineIntel\nflags\t\t: fpu avx avx2 fma\n") is False
+    assert saturates("processor\t: 0\nFeatures\t: fp asimd asimddp\n") is False
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "want"),
-    [
-        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx avx2 fma\n", True),
-        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", False),
-        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu avx avx2 fma\n", False),
-        ("processor\t: 0\nFeatures\t: fp asimd asimddp\n", False),
-    ],
-)
-def test_processors_whose_int8_products_saturate_are_known(cpuinfo, want):
-    assert saturates(cpuinfo) is want
-
-
-def test_the_compute_type_can_be_chosen_and_saturating_products_are_told(float32, monkeypatch):
+def test_the_compute_type_can_be_chosen_and_what_the_processor_lacks_is_told(float32, monkeypatch, artifact_of):
     for saturated, kind in ((True, "int8_float32"), (True, "float32"), (False, "int8_float32")):
         monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda saturated=saturated: saturated)
         model = ENGINE.load(Model(float32, None), LoadSpec(1, 512, kind))
         assert model.dtype == kind
         assert any("saturate" in note for note in model.notes) is (saturated and kind == "int8_float32")
-
-
-def test_a_kind_that_the_processor_lacks_is_told(artifact_of):
     model = ENGINE.load(Model(artifact_of("ctranslate2", "float16"), None), SPEC)
     assert model.dtype == "float32"
     assert model.notes == ("stored as float16, computed in float32 on this CPU",)

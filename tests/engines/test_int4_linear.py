@@ -1,5 +1,3 @@
-"""Both paths of the 4-bit layer against the dense values in float64."""
-
 import pytest
 import torch
 

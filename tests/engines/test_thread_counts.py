@@ -1,5 +1,3 @@
-"""How many threads compute, in processes of their own: what is asked for in every engine, and what was before."""
-
 import gc
 import json
 import os
@@ -112,12 +110,9 @@ def count_after(model, folder, out):
     with pytest.raises(ValueError, match="no grid"):
         rounded(4, failing)
     counts["an error"] = torch.get_num_threads()
-    for method, bits, options in (
-        ("gptq", "4", {"static_groups": False}),
-        ("gguf", "Q4_K_M", {"rounding": "gptq"}),
-        ("ctranslate2", "int8", {}),
-    ):
-        converted(model, folder / method, method, bits, **options)
+    ways = {"gptq": {"static_groups": False}, "gguf": {"rounding": "gptq"}, "ctranslate2": {}}
+    for (method, options), bits in zip(ways.items(), ("4", "Q4_K_M", "int8"), strict=True):
+        converted(model, folder / method, method, bits, 16, **options)
         counts[method] = torch.get_num_threads()
     out.write_text(json.dumps({"counts": counts, "inside": inside}))
 

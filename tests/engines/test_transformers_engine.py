@@ -1,5 +1,3 @@
-"""transformers as the judge: what it would make up or leave out is told."""
-
 import pytest
 from tiny_models import EVALUATION, changed_copy
 

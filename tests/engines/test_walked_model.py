@@ -1,5 +1,3 @@
-"""Our own reader block by block: the figures of the whole model, with one decoder block's weights in memory."""
-
 import json
 
 import numpy as np
@@ -20,6 +18,9 @@ from quantkit.system.memory import peak_rss_bytes
 
 SLOW = pytest.mark.slow
 QUICK = ["llama", "gemma2", "gemma3n"]
+PLAIN = LlamaRotaryEmbedding.forward
+HIDDEN, INNER, BLOCKS = 512, 2048, 8
+WEIGHTS = 4 * BLOCKS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)  # bytes in float32, but for the small ends
 
 
 def windows(vocabulary):
@@ -36,20 +37,10 @@ def logits(model, engine, dtype="float32", **how):
     return np.concatenate(list(loaded.pieces(windows(int(model.config["vocab_size"])))))
 
 
-@pytest.fixture(scope="module")
-def model_of(architecture):
-    return lambda name: open_model(str(architecture(name)))
-
-
-@pytest.fixture
-def llama(model_of):
-    return model_of("llama")
-
-
 @pytest.mark.parametrize("name", slow_but(QUICK, [*QUICK, "mixtral", "gpt2", "opt", "gemma4", "gpt_oss"]))
-def test_its_logits_are_those_of_the_whole_model(name, model_of):
+def test_its_logits_are_those_of_the_whole_model(name, architecture):
     """transformers computes the same products in the same order, but for the experts of gpt_oss, all at once."""
-    model = model_of(name)
+    model = open_model(str(architecture(name)))
     walked, theirs = logits(model, "reference", walk=True), logits(model, "transformers")
     assert len(walked) == sum(len(window.targets) for window in windows(int(model.config["vocab_size"])))
     assert np.array_equal(walked, logits(model, "reference"))
@@ -57,8 +48,8 @@ def test_its_logits_are_those_of_the_whole_model(name, model_of):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", pytest.param("mixtral", marks=SLOW)])
-def test_states_in_a_file_and_in_waves_change_nothing(name, model_of, monkeypatch):
-    model = model_of(name)
+def test_states_in_a_file_and_in_waves_change_nothing(name, architecture, monkeypatch):
+    model = open_model(str(architecture(name)))
     in_memory = logits(model, "reference", walk=True, offload_bytes=1 << 30)
     places = []
     plain = passes._in_file
@@ -72,17 +63,14 @@ def test_states_in_a_file_and_in_waves_change_nothing(name, model_of, monkeypatc
     assert places == [None, None, None]
 
 
-@pytest.mark.parametrize(
-    ("method", "bits", "options"),
-    [
-        pytest.param("gptq", "4", {"group_size": 32}, marks=SLOW),
-        pytest.param("awq", "4", {"group_size": 32}, marks=SLOW),
-        ("gguf", "Q4_K_M", {}),
-        ("int8", "8", {}),
-        pytest.param("nf4", "4", {}, marks=SLOW),
-        pytest.param("ctranslate2", "int8", {}, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("method", "bits", "options"), [
+    pytest.param("gptq", "4", {"group_size": 32}, marks=SLOW),
+    pytest.param("awq", "4", {"group_size": 32}, marks=SLOW),
+    ("gguf", "Q4_K_M", {}),
+    ("int8", "8", {}),
+    pytest.param("nf4", "4", {}, marks=SLOW),
+    pytest.param("ctranslate2", "int8", {}, marks=SLOW),
+])  # fmt: skip
 def test_artifacts_are_walked_as_they_are_loaded(method, bits, options, tiny_with, artifact_of):
     made = artifact_of(method, bits, model=tiny_with(hidden_size=256, num_hidden_layers=2), **options)
     model = Model(made, None)
@@ -93,7 +81,8 @@ def test_artifacts_are_walked_as_they_are_loaded(method, bits, options, tiny_wit
     assert np.array_equal(np.concatenate(list(walked.pieces(every))), np.concatenate(list(whole.pieces(every))))
 
 
-def test_the_skeleton_stays_without_weights_and_generates_no_tokens(llama):
+def test_the_skeleton_stays_without_weights_and_generates_no_tokens(architecture):
+    llama = open_model(str(architecture("llama")))
     loaded = find_engine("reference").load(llama, LoadSpec(1, 128, "float32", walk=True))
     list(loaded.pieces(windows(int(llama.config["vocab_size"]))))
     assert all(parameter.is_meta for parameter in loaded._skeleton.model.parameters())
@@ -113,26 +102,17 @@ def of_all_texts(self, x, **ids):
     return tuple(part[0] + x.mean() for part in PLAIN(self, x, **ids))
 
 
-PLAIN = LlamaRotaryEmbedding.forward
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "stand_in", "says"),
-    [
-        (passes, "Recorder", Changing, "changes hidden states between"),
-        (LlamaRotaryEmbedding, "forward", of_all_texts, "depend on the text, and not one for each"),
-    ],
-)
-def test_what_blocks_cannot_be_called_with_one_by_one_is_refused(owner, name, stand_in, says, llama, monkeypatch):
+@pytest.mark.parametrize(("owner", "name", "stand_in", "says"), [
+    (passes, "Recorder", Changing, "changes hidden states between"),
+    (LlamaRotaryEmbedding, "forward", of_all_texts, "depend on the text, and not one for each"),
+])  # fmt: skip
+def test_what_blocks_cannot_be_called_with_alone_is_refused(owner, name, stand_in, says, architecture, monkeypatch):
+    llama = open_model(str(architecture("llama")))
     loaded = find_engine("reference").load(llama, LoadSpec(1, 128, "float32", walk=True))
     monkeypatch.setattr(owner, name, stand_in)
     with pytest.raises(UnsupportedError, match=says):
         list(loaded.states(windows(int(llama.config["vocab_size"]))))
     assert all(parameter.is_meta for parameter in loaded._skeleton.model.parameters())
-
-
-HIDDEN, INNER, BLOCKS = 512, 2048, 8
-WEIGHTS = 4 * BLOCKS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)  # bytes in float32, but for the small ends
 
 
 def judged(folder, walk, out):

@@ -1,5 +1,3 @@
-"""The source's baseline: what is kept, found again, shared between processes, and never believed when it is damaged."""
-
 import hashlib
 import json
 import os
@@ -13,6 +11,7 @@ import pytest
 import torch
 from filelock import FileLock
 from killed import forked
+from made_up_reports import BASELINE
 from tiny_models import EVALUATION
 from transformers import AutoModelForCausalLM
 
@@ -88,10 +87,8 @@ def test_its_logits_are_those_of_the_source_and_its_floors_those_of_their_states
     few = replace(windows, windows=windows.windows[: baseline.NOISE_WINDOWS])
     want = torch.from_numpy(exact(source, few)).log_softmax(1).double()
     coarse = torch.cat(list(TorchModel(loaded(source).bfloat16(), "bfloat16").states(few.windows)))
-    for figure, logits in (
-        (facts.noise, SourceHead(source).logits(coarse.float().numpy())),
-        (facts.rounding, read.logits(0, len(want))),
-    ):
+    noisy = SourceHead(source).logits(coarse.float().numpy())
+    for figure, logits in ((facts.noise, noisy), (facts.rounding, read.logits(0, len(want)))):
         divergence = (want.exp() * (want - torch.from_numpy(logits).log_softmax(1).double())).sum(1)
         assert figure == pytest.approx(float(divergence.mean()), rel=0.05, abs=2e-8)
     assert facts.noise_stderr > 0
@@ -176,16 +173,12 @@ def test_what_float16_costs_is_measured_and_states_beyond_it_are_refused(source,
         compute(BaselineFiles("0"), source, windows, TorchModel(model, "float32"))
 
 
-FACTS = {
-    "format": 1, "model": "m", "dtype": "float32", "protocol": "papers", "n_ctx": 8, "windows": 1, "positions": 1,
-    "width": 4, "rounding": 0.0, "noise": 0.0, "noise_stderr": 0.0,
-}  # fmt: skip
-
-
 def write_baseline(files, **changes):
     states = np.arange(4, dtype=np.float16).tobytes()
     files.states.write_bytes(states)
-    files.facts.write_text(json.dumps({**FACTS, "sha256": hashlib.sha256(states).hexdigest(), **changes}))
+    one = {"format": baseline.FORMAT, "windows": 1, "positions": 1, "width": 4}
+    one["sha256"] = hashlib.sha256(states).hexdigest()
+    files.facts.write_text(json.dumps(BASELINE.model_dump() | one | changes))
 
 
 DAMAGE = {

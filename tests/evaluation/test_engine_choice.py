@@ -1,5 +1,3 @@
-"""The engine that judges: in another interpreter, on another device; what is missing; vLLM where there is one."""
-
 import os
 import site
 from unittest.mock import patch
@@ -8,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from environments import packages_of, put_empty, python_in
-from tiny_models import SAMPLE
+from tiny_models import EVALUATION, SAMPLE
 
 from quantkit import convert, evaluate
 from quantkit.errors import DependencyError, RecipeError
@@ -32,10 +30,11 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf, bare, tmp_
     (packages / "note.pth").write_text(
         f"import sys; open({str(tmp_path / 'ran')!r}, 'a').write(' '.join(sys.orig_argv) + '\\n')", encoding="utf-8"
     )
-    there = evaluate(gguf, ["perplexity"], limit=2, python=python_in(bare), divergence=False)
+    how = {**EVALUATION, "divergence": False}
+    there = evaluate(gguf, ["perplexity"], python=python_in(bare), **how)
     ran = (tmp_path / "ran").read_text(encoding="utf-8")
     assert "-m quantkit.evaluation.worker" in ran
-    here = evaluate(gguf, ["perplexity"], limit=2, divergence=False)
+    here = evaluate(gguf, ["perplexity"], **how)
     assert there.find("perplexity").value == here.find("perplexity").value
     assert there.engine == here.engine
     assert (tmp_path / "ran").read_text(encoding="utf-8") == ran
@@ -53,18 +52,12 @@ def test_what_an_interpreter_lacks_is_told_before_any_work(gguf, bare):
         evaluate(gguf, ["perplexity"], python="/none")
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"device": "cuda:1"}, "--device cuda:1 for the engine llamacpp: this llama-cpp-python computes on cpu"),
-        ({"dtype": "float32"}, "llama.cpp computes in the file's own types; leave the dtype 'float32' out"),
-        (
-            {"device": "cuda:1", "engine": "reference"},
-            "the engine reference: torch computes on cpu here, not on 'cuda:1'",
-        ),
-        ({"engine": "vllm"}, "the engine vllm cannot open gguf-Q8_0"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    ({"device": "cuda:1"}, "--device cuda:1 for the engine llamacpp: this llama-cpp-python computes on cpu"),
+    ({"dtype": "float32"}, "llama.cpp computes in the file's own types; leave the dtype 'float32' out"),
+    ({"device": "cuda:1", "engine": "reference"}, "reference: torch computes on cpu here, not on 'cuda:1'"),
+    ({"engine": "vllm"}, "the engine vllm cannot open gguf-Q8_0"),
+])  # fmt: skip
 def test_what_an_engine_does_not_have_is_refused_before_any_work(gguf, options, says):
     if torch.cuda.is_available() and "cuda" in options.get("device", ""):
         pytest.skip("this machine has a card")

@@ -1,15 +1,15 @@
-"""A model is measured in processes of its own; what they say becomes a Report, and what kills them an error."""
-
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 import time
+from copy import copy
+from functools import partial
 from multiprocessing import active_children
 
 import psutil
 import pytest
 from edits import rehash
+from killed import forked, until
 from tiny_models import EVALUATION, SAMPLE
 
 from quantkit.artifact import Artifact, open_artifact
@@ -21,7 +21,7 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, resolve
 from quantkit.evaluation.tasks import evaluate_tasks
 from quantkit.formats.source import open_model
-from quantkit.progress import Progress, Step
+from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import this_machine
 from quantkit.system.files import sha256_of
@@ -31,23 +31,14 @@ QUICK = {**EVALUATION, "new_tokens": 4, "repeats": 2}
 
 
 @pytest.fixture(scope="module")
-def steps():
-    return []
-
-
-@pytest.fixture(scope="module")
-def report(gguf, steps, real_workers):
-    """Everything, at one and at two threads where there are two."""
-
-    def note(step):
-        steps.append(Step(step.title, step.total, step.done, step.remark, step.ended))
-
-    counts = range(1, min(2, usable_cores()) + 1)
-    return evaluate(gguf, **{**QUICK, "threads": tuple(counts)}, progress=Progress(note))
+def judged(gguf, real_workers):
+    steps = []
+    counts = tuple(range(1, min(2, usable_cores()) + 1))
+    note = Progress(lambda step: steps.append(copy(step)))
+    return evaluate(gguf, **QUICK | {"threads": counts}, progress=note), steps
 
 
 def workers(parent=None):
-    """The processes that judge for one, or for this."""
     return [one for one in psutil.Process(parent).children() if "quantkit.evaluation.worker" in one.cmdline()]
 
 
@@ -57,7 +48,8 @@ def no_child_is_left():
     assert active_children() == workers() == []
 
 
-def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(report, gguf, tiny, steps):
+def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(judged, gguf, tiny):
+    report, steps = judged
     model, text, windows = report.model, report.text, report.windows
     assert (model.label, model.method, model.name) == ("gguf-Q8_0", "gguf", tiny.name)
     assert (model.digest, model.notes) == (gguf.digest, gguf.manifest.all_notes)
@@ -124,7 +116,6 @@ def test_an_error_of_the_child_keeps_its_kind(artifact_of):
 
 
 def edit(artifact, folder, name, change):
-    """A copy whose file was changed, and whose manifest has the new hash."""
     shutil.copytree(artifact.folder, folder)
     (folder / name).write_bytes(change((folder / name).read_bytes()))
     rehash(folder)
@@ -132,14 +123,9 @@ def edit(artifact, folder, name, change):
 
 
 def test_files_that_contradict_the_manifest_are_refused_though_their_hashes_are_right(gguf, artifact_of, tmp_path):
-    def forget_the_type(config):
-        return config.replace(b'"model_type"', b'"model_tipe"')
-
-    def misname_the_model(file):
-        return file.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.modem")
-
-    rtn = edit(artifact_of("rtn"), tmp_path / "rtn", "config.json", forget_the_type)
-    other = edit(gguf, tmp_path / "other", gguf.manifest.weight_files[0], misname_the_model)
+    rtn, [name] = artifact_of("rtn"), gguf.manifest.weight_files
+    rtn = edit(rtn, tmp_path / "rtn", "config.json", lambda file: file.replace(b'"model_type"', b'"model_tipe"'))
+    other = edit(gguf, tmp_path / "other", name, lambda file: file.replace(b"ggml.model", b"ggml.modem"))
     for artifact, says in ((rtn, "model_tipe is None in its source.config"), (other, "lacks the key")):
         with pytest.raises(ArtifactError, match=says):
             evaluate(artifact, engine="reference", **QUICK)
@@ -183,24 +169,18 @@ def test_an_interrupt_ends_the_child_too(gguf):
     assert not psutil.pid_exists(seen[0])
 
 
-# Says when the worker has told its last event and is busy generating.
-PARENT = """
-import sys
-import quantkit
-from quantkit.progress import Progress
-quantkit.evaluate(
-    sys.argv[1], probes=["speed"], n_ctx=64, limit=2, threads=[1], new_tokens=100000,
-    progress=Progress(lambda step: print(step.title, flush=True)),
-)
-"""
+def judge_without_end(folder, told):
+    """Say when the worker has told its last event and is busy generating."""
+    settings = {**QUICK, "probes": ("speed",), "new_tokens": 100_000}
+    evaluate(folder, **settings, progress=Progress(lambda step: told.write_text(step.title)))
 
 
-def test_a_worker_ends_when_its_parent_is_killed(gguf):
-    command = [sys.executable, "-c", PARENT, str(gguf.folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
-        assert started.stdout.readline().startswith("speed")
-        [worker] = workers(started.pid)
-        time.sleep(2)
-        assert worker.is_running()
-        started.kill()
-        assert psutil.wait_procs([worker], timeout=15)[0] == [worker]
+def test_a_worker_ends_when_its_parent_is_killed(gguf, tmp_path):
+    parent = forked(partial(judge_without_end, gguf.folder, tmp_path / "told"), tmp_path / "log")
+    until((tmp_path / "told").exists)
+    [worker] = workers(parent.process.pid)
+    time.sleep(1)
+    assert worker.is_running()
+    parent.process.kill()
+    parent.wait(-signal.SIGKILL)
+    assert psutil.wait_procs([worker], timeout=15)[0] == [worker]

@@ -1,5 +1,3 @@
-"""What decides the figures of a judgement: each part of it makes another fingerprint, and so another measurement."""
-
 import json
 import shutil
 from dataclasses import replace
@@ -22,20 +20,17 @@ from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import this_machine
 
-
-@pytest.fixture(scope="module")
-def text():
-    return load_text(str(SAMPLE), "evaluation")
+ROOM = Path(evaluation.__file__).parent  # not all of the package
+TEXT = load_text(str(SAMPLE), "evaluation")
 
 
 @pytest.fixture
-def judgement(tiny, text):
+def judgement(tiny):
     model = open_model(str(tiny))
-    return prepare(model, EvaluationSpec(**EVALUATION), text, choose(model, EngineSpec()))
+    return prepare(model, EvaluationSpec(**EVALUATION), TEXT, choose(model, EngineSpec()))
 
 
 def installed(package, number, place, patch):
-    """Let another version of a package be found first."""
     facts = place / f"{package.replace('-', '_')}-{number}.dist-info" / "METADATA"
     facts.parent.mkdir(parents=True)
     facts.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
@@ -43,8 +38,6 @@ def installed(package, number, place, patch):
 
 
 def with_file(name, **changes):
-    """A copy of the model with other values in a JSON file."""
-
     def change(given, place, _):
         copy = Path(shutil.copytree(given.model.folder, place / given.model.name))
         values = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
@@ -60,24 +53,6 @@ def setting(**changes):
 
 def engine(**changes):
     return lambda given, _, __: replace(given, engine=replace(given.engine, **changes))
-
-
-def another_variable(given, _, patch):
-    patch.setenv("ATEN_CPU_CAPABILITY", "default")
-    return given
-
-
-def another_version(given, place, patch):
-    installed("torch", "99.0", place, patch)
-    return given
-
-
-def other_code(given, place, patch):
-    package = place / "quantkit"
-    package.mkdir()
-    (package / "other.py").write_text("x = 1\n")
-    patch.setattr(evaluation, "PACKAGE", package)
-    return given
 
 
 def machine(**changes):
@@ -102,9 +77,9 @@ CHANGES = {
     "settings": [setting(threads=(1, 2)), setting(repeats=4)],
     "engine": [engine(version="0.0.1"), engine(dtype="float32"), engine(device="cuda"), engine(walk=True)],
     "python": [engine(python="/other/bin/python")],
-    "variables": [another_variable],
-    "versions": [another_version],
-    "code": [other_code],
+    "variables": [lambda given, _, patch: patch.setenv("ATEN_CPU_CAPABILITY", "default") or given],
+    "versions": [lambda given, place, patch: installed("torch", "99.0", place, patch) or given],
+    "code": [lambda given, _, patch: patch.setattr(evaluation, "PACKAGE", ROOM) or given],
     "hardware": [machine(cpu="Another CPU"), machine(cores=1000)],
 }  # fmt: skip
 
@@ -185,10 +160,10 @@ def test_kept_windows_are_used_only_where_nothing_else_is(changed, gguf, tmp_pat
     assert again.find("perplexity").value == pytest.approx(quiet, rel=1e-9)
 
 
-def test_a_report_carries_the_fingerprint_of_its_judgement(gguf, tiny, text):
+def test_a_report_carries_the_fingerprint_of_its_judgement(gguf, tiny):
     report = evaluate(gguf, ("perplexity",), **EVALUATION, source=tiny)
     model, spec = open_model(gguf), EvaluationSpec(**EVALUATION, probes=("perplexity",))
-    again = prepare(model, spec, text, choose(model, EngineSpec()), open_source(str(tiny)))
+    again = prepare(model, spec, TEXT, choose(model, EngineSpec()), open_source(str(tiny)))
     assert report.baseline is not None
     assert again.kept_baseline() == report.baseline
     assert report.fingerprint == again.fingerprint(report.baseline)

@@ -1,5 +1,3 @@
-"""Whole or block by block: what is forecast, what is refused, and that the figures are the same."""
-
 import json
 
 import pytest
@@ -20,11 +18,14 @@ from quantkit.system.memory import GROWTH
 
 pytestmark = pytest.mark.usefixtures("new_cache")
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
+# Sizes of `tiny`: rows of the embedding, width, weights of a block, and those of its largest layer.
+ROWS, WIDTH, BLOCK, LAYER = 304, 128, 2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128 + 2 * 128, 256 * 128
+FLOWING = 8 * WIDTH + 4 * 3 * WIDTH  # values of a token inside a block
+SOURCE_HEAD = 5_000_000
 
 
 @pytest.fixture(scope="module")
 def deep(tiny_with):
-    """A model most of whose weights lie in its many blocks."""
     return tiny_with(num_hidden_layers=40)
 
 
@@ -33,14 +34,12 @@ def figures(report):
 
 
 def settled(folder, windows, **how):
-    engine = how.pop("engine", None)
     model = open_model(str(folder))
-    chosen = choose(model, EngineSpec(engine=engine))
+    chosen = choose(model, EngineSpec(engine=how.pop("engine", None)))
     return memory.settle(model, chosen, WalkSpec(**how), windows.windows, None, lambda: False, "transformers")
 
 
 def between(folder, windows):
-    """GB that a walk fits into and the whole model does not."""
     one, other = (settled(folder, windows, walk=walk).model.memory for walk in (True, False))
     assert one < other
     return (one + other) / 2e9
@@ -67,9 +66,7 @@ def test_a_walk_judges_what_does_not_fit_in_the_memory_of_its_forecast_and_the_r
 
 def test_a_walk_that_is_asked_for_has_the_whole_models_figures(gguf, tiny):
     walked = evaluate(gguf, **QUICK, walk=True, offload_gb=0, source=tiny)
-    notes = walked.notes
-    assert len(notes) == 2
-    assert all("block by block by our own reader, as was asked for" in note for note in notes)
+    assert ["block by block by our own reader, as was asked for" in note for note in walked.notes] == [True, True]
     [first] = (BaselineFiles(path.stem).read_facts() for path in baseline.folder().glob("*.json"))
     for path in baseline.folder().glob("*.json"):
         BaselineFiles(path.stem).states.unlink()
@@ -89,7 +86,7 @@ def test_what_fits_in_no_way_is_refused_before_any_work(deep, tiny, new_cache):
     assert not new_cache.exists()
 
 
-def test_an_engine_that_was_named_is_not_replaced(deep, windows):
+def test_an_engine_that_was_named_is_not_replaced_and_probes_that_generate_are_refused(deep, tiny, windows):
     limit = between(deep, windows)
     with pytest.raises(ResourceError, match=r"with transformers would need .* Leave --engine out, or .* --no-walk"):
         settled(deep, windows, engine="transformers", max_memory_gb=limit)
@@ -97,6 +94,8 @@ def test_an_engine_that_was_named_is_not_replaced(deep, windows):
         settled(deep, windows, engine="transformers", walk=True)
     ours = settled(deep, windows, engine="reference", max_memory_gb=limit)
     assert (ours.engine.name, ours.engine.walk, ours.engine.dtype) == ("reference", True, "bfloat16")
+    with pytest.raises(RecipeError, match="the probe speed generates tokens"):
+        evaluate(str(tiny), **{**QUICK, "probes": ("speed", "perplexity")}, walk=True)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -105,17 +104,6 @@ def test_a_kept_baseline_takes_no_memory(kept, gguf, tiny, windows):
     chosen = choose(model, EngineSpec())
     given = (model, chosen, WalkSpec(walk=True), windows.windows, source, lambda: kept, "transformers")
     assert memory.settle(*given).baseline.walk is not kept
-
-
-def test_probes_that_generate_are_refused_where_they_are_named(tiny):
-    with pytest.raises(RecipeError, match="the probe speed generates tokens"):
-        evaluate(str(tiny), **{**QUICK, "probes": ("speed", "perplexity")}, walk=True)
-
-
-# Sizes of `tiny`: rows of the embedding, width, weights of a block, and those of its largest layer.
-ROWS, WIDTH, BLOCK, LAYER = 304, 128, 2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128 + 2 * 128, 256 * 128
-FLOWING = 8 * WIDTH + 4 * 3 * WIDTH  # values of a token inside a block
-SOURCE_HEAD = 5_000_000
 
 
 @pytest.mark.parametrize(
@@ -146,9 +134,8 @@ def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep, new_cache, tmp_
     path = tmp_path / "forecast.json"
     ended = succeeds("eval-ppl", deep, *EVALUATION_FLAGS, "--walk", "--dry-run", "--json", path)
     values = json.loads(path.read_text())
-    assert [(part["what"], part["walk"]) for part in values["parts"]] == [
-        ("the source in float32", True), ("bfloat16", True),
-    ]  # fmt: skip
+    parts = [(part["what"], part["walk"]) for part in values["parts"]]
+    assert parts == [("the source in float32", True), ("bfloat16", True)]
     assert all(0 < part["seconds"] < 600 for part in values["parts"])
     assert values["seconds"] == sum(part["seconds"] for part in values["parts"])
     positions = 2 * 31

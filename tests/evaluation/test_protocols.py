@@ -1,5 +1,3 @@
-"""Windows and judged positions by hand."""
-
 import numpy as np
 import pytest
 
@@ -50,6 +48,9 @@ def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves()
     assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [BOS, 8, 9, 10, 11, 12, 13, 14]]
     about = cut(text_of(1100), Letters(), "llama.cpp").about
     assert (about.windows, about.first, about.scored) == (2, 256, 2 * 255)
+    # A limit keeps the first windows.
+    assert [window[0] for window in ids(cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=2))] == [0, 8]
+    assert cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=100).about.windows == 5
 
 
 @pytest.mark.parametrize(("name", "texts"), [("papers", ("abcd", "abce")), ("lm-eval", ("ab", "ac"))])
@@ -59,18 +60,15 @@ def test_the_hash_of_the_tokens_tells_every_token(name, texts):
     assert len({found.about.tokens_sha256 for found in cuts}) == 2
 
 
-def test_the_papers_score_every_target_and_leave_tokens_alone():
+def test_the_papers_score_every_target_and_leave_tokens_alone_and_short_texts_are_refused():
     found = cut(text_of(19), Letters(bos=True), "papers", n_ctx=8)
     assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13, 14]]
     assert targets(found) == [[0, 1, 2, 3, 4, 5, 6], [8, 9, 10, 11, 12, 13, 14]]
     assert (found.about.first, found.about.scored) == (0, 14)
     assert cut(text_of(2100), Letters(), "papers").about.scored == 2047
-
-
-def test_a_limit_keeps_the_first_windows():
-    found = cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=2)
-    assert [window[0] for window in ids(found)] == [0, 8]
-    assert cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=100).about.windows == 5
+    for name, length, least in (("llama.cpp", 15, 2), ("papers", 7, 1)):
+        with pytest.raises(TextError, match=f"{length} tokens, but .* {name} needs at least {least} windows of 8"):
+            cut(text_of(length), Letters(), name, n_ctx=8)
 
 
 def test_lm_eval_rolls_windows_over_each_page_by_itself():
@@ -90,14 +88,11 @@ def test_lm_eval_rolls_windows_over_each_page_by_itself():
     assert cut(text, Letters(bos=True), "lm-eval", n_ctx=5, limit=1).about.documents == 1
 
 
-def test_lm_eval_takes_the_model_s_context():
+def test_lm_eval_takes_the_model_s_context_and_needs_a_first_token():
     found = cut(text_of(40), Letters(bos=True), "lm-eval", config={"max_position_embeddings": 16})
     assert [len(window.ids) for window in found.windows] == [16, 16, 16]
     assert context_of({"text_config": {"n_positions": 7}, "max_position_embeddings": 8}) == 7
     assert context_of({}) == 2048
-
-
-def test_lm_eval_needs_a_first_token():
     tokenizer = Letters()
     tokenizer.bos_token_id = None
     with pytest.raises(TextError, match="neither"):
@@ -116,20 +111,12 @@ def test_windows_survive_the_way_to_another_process(name, tmp_path):
     assert again.sizes.tolist() == found.sizes.tolist()
 
 
-@pytest.mark.parametrize(("name", "scored"), [("llama.cpp", 15), ("papers", 35), ("lm-eval", 41)])
-def test_a_text_without_a_newline_is_cut_like_any_other(name, scored):
-    assert cut(Text("a line", "abcdefgh" * 5), Letters(bos=True), name, n_ctx=8).about.scored == scored
-
-
-def test_a_text_that_is_too_short_is_refused():
-    for name, length, least in (("llama.cpp", 15, 2), ("papers", 7, 1)):
-        with pytest.raises(TextError, match=f"{length} tokens, but .* {name} needs at least {least} windows of 8"):
-            cut(text_of(length), Letters(), name, n_ctx=8)
-
-
 def test_rows_are_joined_with_a_blank_line_as_in_the_papers():
     # The dataset's rows: '', ' = Title = \n', '', ' Text .\n'
     assert papers_text(" \n = Title = \n \n Text .\n") == "\n\n = Title = \n\n\n\n\n Text .\n"
+    assert (
+        papers_text("one\u2028two\x0cthree\x85\r four\n") == "one\u2028two\x0cthree\x85\r four\n"
+    )  # which are one row
     text = Text("rows", "ab\n \ncd\n")
     [papers] = ids(cut(text, Letters(), "papers", n_ctx=10))
     assert papers == Letters()("ab\n\n\n\n\ncd\n")["input_ids"]

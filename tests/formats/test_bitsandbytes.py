@@ -99,7 +99,11 @@ SETTINGS = {
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
     "fp4 double": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
     "int8": {"load_in_8bit": True},
+    "nf4 in bfloat16": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
 }
+SETTINGS["fp4 in float32"] = SETTINGS["fp4"] | {"bnb_4bit_quant_storage": "float32"}
+SETTINGS["nf4 in float16"] = SETTINGS["nf4 in bfloat16"] | {"bnb_4bit_quant_storage": "float16"}
+CALLED = {"int8": "LLM.int8", "fp4": "4-bit floats (FP4)", "nf4": "4-bit NormalFloat"}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +127,9 @@ def their_values(tensors, name):
 def test_the_values_are_those_of_bitsandbytes(kind, saved):
     folder = saved(kind)
     source, tensors = open_source(str(folder)), load_file(folder / "model.safetensors")
-    assert source.quantization == ("bitsandbytes, " + ("LLM.int8" if kind == "int8" else "4-bit floats (FP4)"))
+    assert source.quantization == f"bitsandbytes, {CALLED[kind.split()[0]]}"
+    storage = {str(tensors[name].dtype).removeprefix("torch.") for name in LAYERS}
+    assert storage == {kind.split(" in ")[1] if " in " in kind else "int8" if kind == "int8" else "uint8"}
     for name in LAYERS:
         assert np.array_equal(source.floats(name), their_values(tensors, name).numpy()), name
     assert np.array_equal(source.floats(LAYERS[0], 3, 9), source.floats(LAYERS[0])[3:9])

@@ -1,6 +1,7 @@
 """llama.cpp's importance files through conversions, and what importance of zero does."""
 
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -54,11 +55,39 @@ def test_a_file_weights_like_the_measurement_and_like_llama_cpp(artifact_of, wid
     assert sum(same) > 0.8 * len(same)
 
 
+def dat(path, measured, lacking):
+    """An older file without the tensors whose names hold some text; none of the model's where all do."""
+    values = {name: row for name, row in read_imatrix(measured).items() if lacking not in name}
+    rows = (values or {"blk.0.other.weight": np.ones(8)}).items()
+    entries = [
+        struct.pack(f"<i{len(n)}sii", len(n), n.encode(), 1, v.size) + v.astype("<f4").tobytes() for n, v in rows
+    ]
+    path.write_bytes(struct.pack("<i", len(entries)) + b"".join(entries))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("bits", "lacking", "count"),
+    [("Q4_K_M", "blk.1.attn_k.", 1), ("Q2_K", "blk.0.", 7), pytest.param("IQ3_S", "down", 2, marks=pytest.mark.slow)],
+)
+def test_a_file_may_lack_tensors_as_for_llama_quantize(wide, measured, tmp_path, bits, lacking, count):
+    path = dat(tmp_path / "partial.dat", measured, lacking)
+    artifact = convert(str(wide), "gguf", bits, tmp_path / "out", imatrix_file=path)
+    base = written(job_for(wide, "BF16", tmp_path / "base"))
+    theirs = quantized_by_llama_cpp(base, tmp_path / "theirs.gguf", bits, read_imatrix(tmp_path / "partial.dat"))
+    assert identical_tensors(file_in(artifact.folder), theirs) > 20
+    [note] = [note for note in artifact.manifest.notes if "without an importance" in note]
+    assert note.startswith(f"{count} of 21 tensors")
+    assert lacking in note
+
+
 def test_another_models_file_and_needless_ones_are_refused(wide, measured, tmp_path):
     deeper = save_model(tmp_path / "deeper", num_hidden_layers=3)
     wider = save_model(tmp_path / "wider", num_hidden_layers=2, intermediate_size=768)
     refused = [
-        (deeper, {}, r"no importance for blk\.2\."),
+        (deeper, {"bits": "IQ2_XXS"}, r"no importance for blk\.2\..* made only with one"),
+        (wide, {"bits": "Q2_K_S", "imatrix_file": dat(tmp_path / "a", measured, "ffn_up")}, "for blk.0.ffn_up.weight"),
+        (wide, {"imatrix_file": dat(tmp_path / "b", measured, "")}, "names no tensor of this model"),
         (wider, {}, "has 512 values for .*, which needs 768"),
         (wide, {"imatrix": True}, "imatrix_file changes nothing with imatrix"),
         (wide, {"rounding": "gptq"}, "imatrix_file changes nothing with rounding gptq"),
@@ -66,7 +95,7 @@ def test_another_models_file_and_needless_ones_are_refused(wide, measured, tmp_p
     ]
     for folder, options, said in refused:
         with pytest.raises(RecipeError, match=said):
-            job_for(folder, "Q4_K_M", tmp_path / "out", **{"imatrix_file": str(measured)} | options).check()
+            job_for(folder, **{"bits": "Q4_K_M", "folder": tmp_path, "imatrix_file": str(measured)} | options).check()
     with pytest.raises(RecipeError, match="is there already"):
         make_imatrix(str(wide), measured)
 
@@ -142,13 +171,14 @@ def test_a_silent_run_counts_a_millionth_of_the_mean(place, value):
         assert np.array_equal(without_silent_runs(importance), importance)
 
 
-def test_inputs_that_never_fire_keep_their_weights_in_a_conversion(tiny_with, tmp_path):
+@pytest.mark.parametrize("silent", [slice(32, 48), slice(None)], ids=["some", "all"])
+def test_inputs_that_never_fire_keep_their_weights_in_a_conversion(tiny_with, tmp_path, silent):
     def silence(tensors):
-        tensors["model.layers.0.input_layernorm.weight"][32:48] = 0
+        tensors["model.layers.0.input_layernorm.weight"][silent] = 0
 
     model = changed_copy(tiny_with(num_hidden_layers=1, hidden_size=256), tmp_path / "model", silence)
     artifact = convert(str(model), "gguf", "Q3_K_M", tmp_path / "out", calibration=CALIBRATION, rounding="gptq")
     name = "model.layers.0.self_attn.k_proj.weight"
     got, exact = dense_values(artifact)[name], open_source(str(model)).tensor(name).float()
     assert artifact.manifest.tensor_types["Q3_K"] > 0
-    assert (got - exact)[:, 32:48].norm() < 0.5 * exact[:, 32:48].norm()
+    assert (got - exact)[:, silent].norm() < 0.5 * exact[:, silent].norm()

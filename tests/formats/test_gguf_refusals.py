@@ -69,6 +69,28 @@ def test_missing_and_unknown_tensors_are_refused(name, change, config, kind, say
         plan(folder)
 
 
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize(("name", "part"), [("llama", "mlp.up_proj"), ("qwen2", "self_attn.o_proj")])
+def test_biases_of_zeros_without_a_place_are_left_out_and_told(name, part, tmp_path):
+    bias, held = f"model.layers.0.{part}.bias", BIASES[0]  # qwen2 has a place for the second
+
+    def add(tensors):
+        tensors[bias] = torch.zeros(len(tensors[bias.replace(".bias", ".weight")]))
+        tensors |= {held: torch.zeros_like(tensors[held])} if held in tensors else {}
+
+    folder = changed_copy(saved(tmp_path / "model", name), tmp_path / "zeros", add)
+    plain = changed_copy(folder, tmp_path / "plain", lambda tensors: tensors.pop(bias))
+    trial = job_for(folder, "F16", tmp_path / "out")
+    one, two = (tensors_of(written(job)) for job in (trial, job_for(plain, "F16", tmp_path / "other")))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    told = "biases of zeros are left out, since a GGUF file has no place for them: 1, such as "
+    assert trial.source.notes == (told + bias,)
+    other = changed_copy(folder, tmp_path / "one", lambda tensors: tensors[bias][:1].fill_(1))
+    with pytest.raises(UnsupportedError, match=rf"no place in a GGUF file .*, such as {bias}"):
+        job_for(other, "F16", tmp_path / "refused").check()
+
+
 @pytest.mark.parametrize("bits", ["F16", "Q4_K_M"])
 def test_values_beyond_float16_are_refused_and_kept_in_bf16(tiny, tmp_path, bits):
     folder = changed_copy(tiny, tmp_path / "copy", lambda tensors: tensors[UP][3, 5:6].fill_(1e19))

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from edits import edit_json, put
 from quantized_folders import LAYERS, foreign, read_values, refuse_source, version_2
 from safetensors.torch import load_file
 from tiny_llama import converted
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from trials import dense_values, read_back
 
+from bench.fuzz.dequantize import values_of as plain_values
 from quantkit import convert, evaluate, verify
 from quantkit.contracts.registry import find_format
 from quantkit.conversion.check import check, prepare
@@ -50,6 +52,12 @@ def without(*endings):
     return lambda _, tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(endings)]
 
 
+def as_auto_round(settings, packing):
+    for key in ("version", "checkpoint_format", "desc_act"):
+        settings.pop(key, None)
+    settings.update(quant_method="auto-round", packing_format=packing, data_type="int", autoround_version="0.5.1")
+
+
 # Of settings, which former versions did not write.
 LATER = ("checkpoint_format", "static_groups", "true_sequential", "lm_head")
 
@@ -60,13 +68,71 @@ LATER = ("checkpoint_format", "static_groups", "true_sequential", "lm_head")
         ("gptq", version_2),
         ("gptq", without("g_idx")),
         ("gptq", lambda c, _: [c.pop(key, None) for key in LATER]),
-        ("awq", lambda c, _: c.update(w_bit=c.pop("bits"), q_group_size=c.pop("group_size"))),
+        ("awq", lambda c, _: c.update(version="GEMM", w_bit=c.pop("bits"), q_group_size=c.pop("group_size"))),
+        ("awq", lambda c, _: c.update(checkpoint_format=c.pop("version"), format="GEMM")),
+        ("gptq", lambda c, t: (without("g_idx")(c, t), as_auto_round(c, "auto_round:auto_gptq"))),
+        ("gptq", lambda c, t: (version_2(c, t), as_auto_round(c, "auto_round"))),
+        ("gptq", lambda c, t: (version_2(c, t), c.update(format=c.pop("checkpoint_format")))),
+        ("awq", lambda c, _: as_auto_round(c, "auto_round:auto_awq")),
     ],
 )
 def test_other_tools_files_of_the_same_codes_give_the_same_values(name, change, sources, tmp_path):
     ours = read_values(sources(name).folder)
     theirs = read_values(foreign(sources(name), tmp_path / "foreign", change))
     assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("gptq", "quantize_config.json"), ("awq", "quant_config.json"), ("compressed-tensors", "compression_config")],
+)
+def test_settings_in_another_place_are_read_and_hashed_and_go_into_no_output(name, place, sources, tmp_path):
+    folder = foreign(sources(name), tmp_path / "foreign")
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (folder / "quantize_config.json").unlink(missing_ok=True)
+    if place.endswith(".json"):
+        (folder / "config.json").write_text(json.dumps(config))
+        refuse_source(folder, "neither config.json nor quantize_config.json nor quant_config", tmp_path / "out")
+        (folder / place).write_text(json.dumps({key: settings[key] for key in settings.keys() - {"quant_method"}}))
+    (folder / "config.json").write_text(json.dumps(config if place.endswith(".json") else {**config, place: settings}))
+    ours, theirs, source = read_values(sources(name).folder), read_values(folder), open_source(str(folder))
+    assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in ours)
+    assert place not in source.config
+    assert (place in source.hashes) == place.endswith(".json")
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "options", "says"),
+    [
+        ("gptq", "8", {}, {"dynamic": {"-:.*head": {}, r".*\.down_proj$": {"bits": 8, "group_size": 32}}}),
+        ("gptq", "4", ZEROS | {"group_size": -1}, {"dynamic": {r"+:.*down": {"group_size": -1, "sym": False}}}),
+        ("gptq", "4", {}, {"quant_method": "auto-round", "extra_config": {DOWN: {"group_size": 32}}}),
+        ("awq", "4", {"sym": False}, {"dynamic": {".*down": {"group_size": 32}}}),
+        ("compressed-tensors", "4", {}, {}),
+    ],
+)
+def test_layers_with_groups_of_another_size_are_read_and_not_kept(kind, bits, options, says, made, tmp_path):
+    one = made("rtn", "4", format=kind, group_size=GROUP, sym=kind != "awq")
+    two = made("rtn", bits, format=kind, **{"group_size": 32, **options})
+
+    def mix(settings, tensors):
+        theirs = load_file(two.folder / "model.safetensors")
+        tensors |= {name: theirs[name] for name in theirs if name.startswith(DOWN)}
+        settings.update(says)
+        if not says:
+            own = quantization_of(two.folder)["config_groups"]["group_0"]
+            settings["config_groups"]["group_1"] = own | {"targets": [DOWN]}
+
+    folder = foreign(one, tmp_path / "foreign", mix)
+    of_one, of_two = plain_values(one.folder), plain_values(two.folder)
+    for name, value in read_values(folder).items():
+        assert np.array_equal(value, (of_two if DOWN in name else of_one)[name]), name
+    with pytest.raises(UnsupportedError, match=r"layers of several kinds .*, and keep writes one kind only"):
+        convert(str(folder), "keep", None, tmp_path / "out")
 
 
 def test_scales_in_bfloat16_are_read(sources, tmp_path):
@@ -106,6 +172,10 @@ def test_a_former_order_of_columns_is_read(sources, tmp_path):
         ("gptq", lambda c, t: t.pop(f"{UP}scales"), "lacks the tensor"),
         ("gptq", lambda c, t: t[f"{UP}scales"].fill_(float("inf")), "not finite"),
         ("gptq", lambda c, t: t[f"{UP}g_idx"].fill_(7), "other groups"),
+        ("gptq", lambda c, t: c.update(group_size=32), "do not fit 4 bits and groups of 32 .*does not support"),
+        ("gptq", lambda c, t: as_auto_round(c, "auto_round:fp8"), "'auto_round:fp8' .* not supported. These are"),
+        ("awq", lambda c, t: c.update(version="gemv"), "'gemv', and only gemm is supported"),
+        ("awq", lambda c, t: c.update(checkpoint_format="GEMV_fast", version=None), "'GEMV_fast', and only gemm"),
         ("awq", lambda c, t: c.update(quant_method="quip"), r"already quantized \('quip'\), in none of the formats"),
         ("bitsandbytes", lambda c, t: c.update(load_in_4bit=False, load_in_8bit=True), "LLM.int8.*and no tensor is"),
     ],
@@ -197,6 +267,7 @@ def test_a_head_in_codes_is_not_kept(sources, tmp_path):
             tensors[f"lm_head.{part}"] = tensors[f"model.layers.0.self_attn.q_proj.{part}"].clone()
 
     head = foreign(sources("gptq"), tmp_path / "head", head_of_codes)
+    edit_json(head / "config.json", put("tie_word_embeddings", value=False))
     with pytest.raises(UnsupportedError, match=r"lm_head.weight of .* is quantized, and the format"):
         convert(str(head), "keep", None, tmp_path / "out", format="awq")
 

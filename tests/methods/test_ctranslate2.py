@@ -83,15 +83,12 @@ def test_model_bin_reads_literal_bytes(tmp_path):
     assert model.values("c/weight", 2, 9).tolist() == [3.0]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (LITERAL + b"\0", "1 bytes after its end"),
-        (struct.pack("<I", 5) + LITERAL[4:], "binary version 5"),
-        (LITERAL.replace(b"z/weight", b"z/w\xff\xfe\xfdt"), "is no string"),
-        (HEAD + variable("a", (2,), "unknown", bytes(2)) + VARIABLES + ALIASES, "type number 6"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (LITERAL + b"\0", "1 bytes after its end"),
+    (struct.pack("<I", 5) + LITERAL[4:], "binary version 5"),
+    (LITERAL.replace(b"z/weight", b"z/w\xff\xfe\xfdt"), "is no string"),
+    (HEAD + variable("a", (2,), "unknown", bytes(2)) + VARIABLES + ALIASES, "type number 6"),
+])  # fmt: skip
 def test_damaged_model_bin_is_refused(data, message, tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(data)
@@ -189,10 +186,14 @@ def test_the_proof_finds_what_the_rules_would_have_missed(case, bits, tmp_path):
         trial.write()
 
 
-def test_the_proof_finds_values_that_quantizing_lost(llama, tmp_path, monkeypatch):
+def test_the_proof_finds_values_that_quantizing_lost_and_needs_the_engine(llama, tmp_path, monkeypatch, int8):
     monkeypatch.setitem(METHOD.write.__globals__["FROM_SOURCE"], "int8", 1e-4)
     with pytest.raises(UnsupportedError, match="answers differently from the source, for int8"):
         convert(llama, "int8", tmp_path / "out")
+    assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
+        prepared(llama, "ctranslate2", "int8", tmp_path).check()
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
@@ -202,30 +203,21 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
         convert(checkpoint, "float32", tmp_path / "out")
 
 
-def test_missing_special_tokens_do_not_break_the_artifact(tmp_path):
+def test_missing_special_tokens_and_unused_ids_do_not_break_the_artifact(tmp_path):
     special = {"eos_token": SPECIAL["eos_token"]}
     config = config_of("MistralConfig", sliding_window=None)
     trial = convert(save_checkpoint(tmp_path / "source", config, special), "float32", tmp_path / "out")
     settings = json.loads((trial.folder / "config.json").read_text())
     assert settings["unk_token"] == settings["bos_token"] == ""
     assert settings["eos_token"] == "</s>"
-
-
-def test_unused_token_ids_do_not_move_the_vocabulary(tmp_path):
-    checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", vocab_size=16))
+    checkpoint = save_checkpoint(tmp_path / "unused", config_of("LlamaConfig", vocab_size=16))
     words = {"<s>": 0, "</s>": 1, "<unk>": 2, "<|endoftext|>": 3, "the": 7, "old": 11}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(checkpoint)
-    vocabulary = json.loads((convert(checkpoint, "float32", tmp_path / "out").folder / "vocabulary.json").read_text())
+    trial = convert(checkpoint, "float32", tmp_path / "again")
+    vocabulary = json.loads((trial.folder / "vocabulary.json").read_text())
     assert len(vocabulary) == len(set(vocabulary)) == 16
     assert {token: vocabulary.index(token) for token in words} == words
-
-
-def test_the_engine_that_proves_an_artifact_is_needed(llama, int8, tmp_path, monkeypatch):
-    assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
-    monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
-        prepared(llama, "ctranslate2", "int8", tmp_path).check()
 
 
 def test_the_tokenizer_does_not_depend_on_the_config_that_the_engine_replaces(tmp_path):

@@ -1,5 +1,3 @@
-"""Bits by layer: chosen for a size or a divergence, or given by hand; for every method of grouped codes."""
-
 import itertools
 import json
 import re
@@ -36,13 +34,11 @@ CT, GPTQ = "compressed-tensors", "gptq"
 GROUP, TARGET = 64, 3.9
 CASES = [("rtn", CT), ("awq", CT), ("gptq", GPTQ)]
 UNITS = [
-    [f"model.layers.{block}.{name}" for name in names]
+    [f"model.layers.{block}.{name}_proj" for name in names]
     for block in range(2)
     for names in (
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.gate_proj", "mlp.up_proj"],
-        ["mlp.down_proj"],
+        *(["self_attn.q", "self_attn.k", "self_attn.v"], ["self_attn.o"]),
+        *(["mlp.gate", "mlp.up"], ["mlp.down"]),
     )
 ]
 MODULES = [name.removesuffix(".weight") for name in LINEARS[:14]]
@@ -50,8 +46,6 @@ MODULES = [name.removesuffix(".weight") for name in LINEARS[:14]]
 
 @pytest.fixture
 def mixed(two_blocks, artifact_of):
-    """Artifacts of two blocks whose layers' bits were chosen, each made once."""
-
     def get(method, kind, **options):
         options = {"group_size": GROUP, "target_bpw": TARGET, **options}
         return artifact_of(method, "auto", model=two_blocks, format=kind, **options)
@@ -117,15 +111,12 @@ def test_a_divergence_is_kept_by_the_fewest_bits(mixed):
     assert size(bits_of(smaller)) > size(bits_of(sized))
 
 
-@pytest.mark.parametrize(
-    ("name", "units"),
-    [
-        ("llama", {"self_attn.q_proj self_attn.k_proj self_attn.v_proj", "mlp.gate_proj mlp.up_proj"}),
-        ("cohere", {"self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj"}),
-        ("phi3", set()),
-        ("mixtral", {"self_attn.q_proj self_attn.k_proj self_attn.v_proj", "experts"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "units"), [
+    ("llama", {"self_attn.q_proj self_attn.k_proj self_attn.v_proj", "mlp.gate_proj mlp.up_proj"}),
+    ("cohere", {"self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj"}),
+    ("phi3", set()),
+    ("mixtral", {"self_attn.q_proj self_attn.k_proj self_attn.v_proj", "experts"}),
+])  # fmt: skip
 def test_layers_that_engines_join_are_found(name, units, architecture):
     config = json.loads((architecture(name) / "config.json").read_text())
     skeleton = open_skeleton(config)
@@ -235,15 +226,6 @@ def test_engines_that_cannot_read_the_mix_are_refused(kind, mixed):
     assert kind == CT or "tabbyapi" in refusals(quantization_of(wide.folder))
 
 
-def test_one_number_of_bits_for_all_is_written_as_such(one_block, tmp_path):
-    chosen = made(one_block, tmp_path / "chosen", "rtn", target_bpw=4.25, target_bits=(4,))
-    plain = made(one_block, tmp_path / "plain", "rtn", "4", format=CT)
-    assert set(bits_of(chosen).values()) == {4}
-    for name in ("config.json", "model.safetensors"):
-        assert sha256_of(chosen.folder / name) == sha256_of(plain.folder / name)
-    verify(chosen)
-
-
 def test_bits_are_given_by_patterns(two_blocks, tmp_path):
     patterns = {"down_proj": 8, r"layers\.1\.": 3, "model.layers.1.mlp.down_proj": 2}
     want = {m: ((8, 2) if "down_proj" in m else (4, 3))[".1." in m] for m in MODULES}
@@ -286,13 +268,19 @@ def test_what_cannot_be_is_refused_before_any_work(method, bits, options, said, 
     assert not (tmp_path / "out").exists()
 
 
-def test_the_ends_of_what_can_be_reached_are_reached(one_block, tmp_path):
+def test_the_ends_of_what_can_be_reached_are_reached_and_one_number_for_all_is_written_as_such(one_block, tmp_path):
     for target, bits in ((2.25, 2), (8.25, 8)):
         artifact = made(one_block, tmp_path / str(target), "rtn", target_bpw=target)
         assert set(bits_of(artifact).values()) == {bits}
     with pytest.raises(RecipeError, match=r"target_kld = 1e-12 is out of reach: .* is [\d.e-]+ nats a token or more"):
         made(one_block, tmp_path / "out", "rtn", target_kld=1e-12)
     assert not (tmp_path / "out").exists()
+    chosen = made(one_block, tmp_path / "chosen", "rtn", target_bpw=4.25, target_bits=(4,))
+    plain = made(one_block, tmp_path / "plain", "rtn", "4", format=CT)
+    assert set(bits_of(chosen).values()) == {4}
+    for name in ("config.json", "model.safetensors"):
+        assert sha256_of(chosen.folder / name) == sha256_of(plain.folder / name)
+    verify(chosen)
 
 
 def test_the_recipe_beside_the_files_gives_the_same_without_measuring(mixed, two_blocks, tmp_path, monkeypatch):
@@ -362,7 +350,7 @@ def test_a_dry_run_tells_the_memory_of_the_choice(one_block, tmp_path):
     assert re.search(r"tensors: .*\d+ int[23]", ended.out)
 
 
-def test_a_dynamic_that_lies_is_found(mixed, tmp_path):
+def test_a_dynamic_or_a_manifest_that_lies_is_found(mixed, tmp_path):
     folder = shutil.copytree(mixed("rtn", GPTQ).folder, tmp_path / "copy")
     dynamic, sound = quantization_of(folder)["dynamic"], (folder / "config.json").read_text()
     name, value = next((name, value) for name, value in dynamic.items() if "_proj$" in name and "qkv" not in name)
@@ -377,9 +365,6 @@ def test_a_dynamic_that_lies_is_found(mixed, tmp_path):
         edit_json(folder / "config.json", put("quantization_config", "dynamic", value=changed))
         with pytest.raises(ArtifactError):
             read_all(GPTQ, folder).types()
-
-
-def test_a_manifest_that_lies_of_a_layers_bits_is_found(mixed, tmp_path):
     folder = shutil.copytree(mixed("rtn", CT).folder, tmp_path / "lying")
     bits = bits_of(mixed("rtn", CT))
     one, other = next((a, b) for a, b in itertools.combinations(bits, 2) if bits[a] != bits[b])

@@ -1,5 +1,3 @@
-"""NF4 against bitsandbytes and against what transformers itself writes."""
-
 import json
 from types import SimpleNamespace
 
@@ -31,19 +29,15 @@ def pair(request, tiny_with, tmp_path_factory):
     """The source, our artifact, the folder that transformers saved, and the logits of its model in memory."""
     changes, double_quant, dtype = CASES[request.param]
     source, folder = tiny_with(num_hidden_layers=1, **changes), tmp_path_factory.mktemp("nf4")
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quant}
+    settings = BitsAndBytesConfig(**how, bnb_4bit_compute_dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "theirs")  # before it is run: then bitsandbytes repacks the weights for the CPU
     ours = converted(source, folder / "ours", "nf4", double_quant=double_quant, compute_dtype=dtype)
     return SimpleNamespace(source=source, ours=ours, theirs=folder / "theirs", logits=logits_of(model, IDS))
 
 
-def test_tensors_and_config_are_those_of_transformers_byte_for_byte(pair):
+def test_tensors_and_config_are_those_of_transformers_byte_for_byte_and_it_loads_ours(pair):
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (pair.ours.folder, pair.theirs))
     assert set(ours) == set(theirs)
     assert sum(name.endswith("quant_state.bitsandbytes__nf4") for name in ours) == len(NAMES)
@@ -52,9 +46,6 @@ def test_tensors_and_config_are_those_of_transformers_byte_for_byte(pair):
         assert bytes(ours[name].view(torch.uint8).numpy()) == bytes(tensor.view(torch.uint8).numpy())
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (pair.ours.folder, pair.theirs))
     assert ours == theirs
-
-
-def test_transformers_loads_ours_and_gives_its_own_logits(pair):
     loaded = AutoModelForCausalLM.from_pretrained(pair.ours.folder)
     assert torch.equal(logits_of(loaded, IDS), pair.logits)
 

@@ -1,5 +1,3 @@
-"""What calibrated rounding and searched scales are worth in a whole model."""
-
 import pytest
 import torch
 from gguf_files import slow_but

@@ -1,5 +1,3 @@
-"""The allocation against trying every choice."""
-
 import itertools
 
 import numpy as np

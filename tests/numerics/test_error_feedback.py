@@ -1,8 +1,7 @@
-"""Small cases of rounding with error feedback by hand; methods/test_gptq.py has the paper's update as a reference."""
-
 import pytest
 import torch
 
+from quantkit.errors import SourceError
 from quantkit.numerics.error_feedback import Feedback, Made, Ways, feedback_factor, round_columns, round_groups
 
 
@@ -77,6 +76,21 @@ def test_inputs_that_nearly_depend_on_each_other_keep_their_digits():
     exact.diagonal().add_(1e-9 * exact.diagonal().mean())
     want = torch.linalg.cholesky(exact.flip(0, 1)).flip(0, 1)
     assert torch.allclose(upper.diagonal(), want.diagonal(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1.0, 1e30])
+def test_damping_grows_for_any_finite_moments_and_ends_for_others(size):
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    one_token, indefinite = x.T @ x * size, torch.full((64, 64), size) - size / 2 * torch.eye(64)
+    for hessian in (one_token, indefinite):
+        moments = Feedback(hessian.clone(), cross=hessian.clone())
+        assert all(bool(torch.isfinite(part).all()) for part in (moments.factor, moments.costs, moments.correction))
+        assert bool((moments.factor.diagonal() > 0).all())
+    for value in (float("nan"), float("inf")):
+        hessian = one_token.clone()
+        hessian[3, 5] = hessian[5, 3] = value
+        with pytest.raises(SourceError, match="inputs of a layer are not finite"):
+            Feedback(hessian)
 
 
 def test_what_several_processes_make_in_parts_is_what_one_makes():

@@ -1,5 +1,3 @@
-"""Grids by hand, against a loop over single weights, and against a fine search over all scales."""
-
 import numpy as np
 import pytest
 import torch
@@ -42,16 +40,13 @@ def least_loss(weight, group, bits, importance, symmetric):
     return total
 
 
-def test_a_symmetric_grid_by_hand():
+def test_grids_by_hand():
     weight = torch.tensor([[-7.5, 7.5, 0.4, -3.0]])
     grid = fit_grid(weight, 4, 4, symmetric=True)
     assert (grid.scales.tolist(), grid.zeros.tolist(), grid.top) == ([[1.0]], [[8]], 15)
     assert (grid.scales.dtype, grid.zeros.dtype) == (torch.float16, torch.uint8)
     # -8 + 8, 8 + 8 cut to 15, 0 + 8, -3 + 8
     assert round_to_grid(weight, grid, 4).tolist() == [[0, 15, 8, 5]]
-
-
-def test_an_asymmetric_grid_by_hand():
     weight = torch.tensor([[-1.0, 0.0, 0.6, 2.0, 3.0, 6.0, 0.0, 3.1]])
     grid = fit_grid(weight, 4, 2, symmetric=False)
     # The first group spans -1..2 in three steps of 1, the second 0..6 in steps of 2.

@@ -1,5 +1,3 @@
-"""The divergence of logits and its gradient against torch's own, in float64."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""The arithmetic of adapters against cases worked by hand and against sums written out number by number."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Products of half-size floats against float64, both ways; the same result whether a processor has units for them."""
-
 from contextlib import nullcontext
 
 import pytest
@@ -87,14 +85,10 @@ def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("processor", "only"),
-    [
-        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": False}, True),
-        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True}, False),
-        ({"cpu_name": "AMD EPYC", "avx512_bf16": True, "amx_bf16": False}, False),
-    ],
+    ("name", "amx", "only"), [("Intel Xeon", False, True), ("Intel Xeon", True, False), ("AMD EPYC", False, False)]
 )
-def test_intel_without_amx_has_no_units_for_bfloat16(processor, only, monkeypatch):
+def test_intel_without_amx_has_no_units_for_bfloat16(name, amx, only, monkeypatch):
+    processor = {"cpu_name": name, "avx512_bf16": True, "amx_bf16": amx}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert products._has_units.__wrapped__(torch.bfloat16) is not only

@@ -1,5 +1,3 @@
-"""Scaled values: by hand, against the package compressed-tensors, and feedback against a slow reference."""
-
 import pytest
 import torch
 
@@ -23,7 +21,9 @@ def inputs(tokens, columns, seed=1):
     return x
 
 
-def test_a_float4_is_the_nearest_point_and_of_two_the_even_one():
+def test_a_float4_is_the_nearest_point_and_of_two_the_even_one_and_powers_of_two_switch_at_seven_quarters():
+    largest = torch.tensor([1.0, 1.74, 1.75, 2.0, 3.49, 3.5, 0.0])
+    assert fit.stored_power(largest / 6).tolist() == [0.25, 0.25, 0.5, 0.5, 0.5, 1.0, 1.0]
     x = normal(4000) * 3
     distance = (x.clamp(-6, 6)[:, None] - POINTS).abs()
     assert torch.equal((fit.nearest_float4(x) - x.clamp(-6, 6)).abs(), distance.min(1).values)
@@ -109,11 +109,6 @@ def test_scales_of_float4_are_those_of_the_package():
         groups = weight.view(16, -1, grid.group)
         scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=given)
         assert torch.equal(grid.fit(weight, search=False), scales.float() / (1 if given is None else given)), preset
-
-
-def test_powers_of_two_switch_at_seven_quarters():
-    largest = torch.tensor([1.0, 1.74, 1.75, 2.0, 3.49, 3.5, 0.0])
-    assert fit.stored_power(largest / 6).tolist() == [0.25, 0.25, 0.5, 0.5, 0.5, 1.0, 1.0]
 
 
 def slow_columns(target, hessian, order, round_one):

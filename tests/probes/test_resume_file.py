@@ -1,5 +1,3 @@
-"""Windows of an interrupted evaluation."""
-
 from dataclasses import replace
 from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 

@@ -1,5 +1,3 @@
-"""Figures of quality, each against its formula written out slowly in float64, or by hand."""
-
 import math
 
 import numpy as np
@@ -13,7 +11,10 @@ def logits(seed, spread=3.0):
     return (np.random.default_rng(seed).normal(size=(60, 300)) * spread).astype(np.float32)
 
 
-def test_perplexity_and_its_error_by_hand():
+def test_perplexity_and_its_error_by_hand_and_the_interval_of_a_share():
+    # Newcombe, Statistics in Medicine 17 (1998), table I: 81 of 263 and 0 of 20.
+    assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
     # mean 2, mean of squares 14/3, so the error is e^2 * sqrt((14/3 - 4) / 2).
     perplexity, stderr = summarize(np.array([1.0, 2.0, 3.0]))
     assert math.isclose(perplexity, math.exp(2), rel_tol=1e-12)
@@ -39,12 +40,6 @@ def test_the_divergence_equals_its_definition(shift):
     assert np.allclose(found["source_nll"], -p[range(60), range(60)].numpy(), rtol=1e-5)
     assert found["agrees"].tolist() == (p.argmax(-1) == q.argmax(-1)).double().tolist()
     assert 0 < found["agrees"].sum() < 60
-
-
-def test_a_model_has_no_divergence_from_itself_and_without_a_source_none_at_all():
-    source = logits(0)
-    assert np.abs(score(source, np.arange(60), source)["divergence"]).max() < 1e-6
-    assert divergence_of(score(source, np.arange(60))) == []
 
 
 def test_the_figures_of_divergence_equal_their_formulas():
@@ -77,12 +72,9 @@ def test_the_figures_of_divergence_equal_their_formulas():
     assert {name: figures[name].value for name in wanted} == pytest.approx(wanted, rel=1e-9, abs=0)
     assert {name: figures[name].stderr for name in errors} == pytest.approx(errors, rel=1e-9, abs=0)
     assert figures["kld"].value == pytest.approx(mean, rel=1e-12)
-
-
-def test_the_interval_of_a_share():
-    # Newcombe, Statistics in Medicine 17 (1998), table I: 81 of 263 and 0 of 20.
-    assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert wilson(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    # A model has none from itself, and without a source none at all.
+    assert np.abs(score(source, np.arange(60), source)["divergence"]).max() < 1e-6
+    assert divergence_of(score(source, np.arange(60))) == []
 
 
 def test_rates_of_a_text_by_hand():

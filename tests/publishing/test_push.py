@@ -1,5 +1,3 @@
-"""An artifact on the hub: what goes, what never goes, that it goes once, and on after a failure; against a server."""
-
 import importlib.util
 import json
 import logging
@@ -27,6 +25,7 @@ from quantkit.publishing.results import BENCHMARKS
 from quantkit.report.card import write_card
 
 REPO = "someone/tiny-rtn-4"
+GSM8K = {"gsm8k": {"exact_match,strict-match": 0.41847, "exact_match,flexible-extract": 0.5}}
 
 
 @pytest.fixture
@@ -60,7 +59,6 @@ def hub(monkeypatch, tmp_path):
 
 
 def fetched(hub, folder):
-    """All files of the repository in a folder."""
     for name, data in hub.repositories[REPO].files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -193,16 +191,12 @@ def test_a_repository_that_is_not_for_this_push_is_left_alone(artifact, hub):
     assert hub.sent() == 0
 
 
-def test_names_that_no_repository_has(artifact, hub):
+def test_what_is_refused_before_the_network(artifact, hub, monkeypatch):
     for name in ("", "tiny", "a/b/c", "../b", "a b/c", "a/b.git", "-a/b", "a/b\n", "a/" + "b" * 95):
         with pytest.raises(RecipeError, match="no name on the hub"):
             push(artifact, name, create=True)
         with pytest.raises(RecipeError, match="--base-model"):
             push(artifact, REPO, base_model=name)
-    assert hub.requests == []
-
-
-def test_what_is_refused_before_the_network(artifact, hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_with a blank")
     with pytest.raises(HubError, match="what no token does") as failure:
         push(artifact, REPO)
@@ -279,23 +273,15 @@ def test_the_token_is_in_no_output(case, artifact, hub, monkeypatch, caplog, tmp
 
 
 def report_of(artifact, path, results, **settings):
-    """A report as eval-tasks writes it."""
     values = {
         "model": {"label": "rtn-4", "name": "tiny", "method": "rtn", "digest": artifact.digest},
-        "engine": {"name": "reference", "version": "0.1.0", "dtype": "float32"},
-        "hardware": {"cpu": "a processor", "cores": 2, "memory_bytes": 1},
-        "settings": {"tasks": list(results), **settings},
-        "results": results,
-        "versions": dict.fromkeys(results, "3.0"),
-        "num_fewshot": dict.fromkeys(results, 5),
-        "samples": dict.fromkeys(results, 1319),
-        "lm_eval": "0.4.13",
-    }
+        "engine": {"name": "reference", "version": "0.1.0", "dtype": "float32"}, "lm_eval": "0.4.13",
+        "hardware": {"cpu": "a processor", "cores": 2, "memory_bytes": 1}, "versions": dict.fromkeys(results, "3.0"),
+        "settings": {"tasks": list(results), **settings}, "results": results,
+        "num_fewshot": dict.fromkeys(results, 5), "samples": dict.fromkeys(results, 1319),
+    }  # fmt: skip
     path.write_text(json.dumps(values))
     return path
-
-
-GSM8K = {"gsm8k": {"exact_match,strict-match": 0.41847, "exact_match,flexible-extract": 0.5}}
 
 
 def test_scores_of_registered_benchmarks_go_along(artifact, hub, tmp_path):

@@ -1,5 +1,3 @@
-"""The best copy of a measure: only where its difference to every other is beyond the error."""
-
 import numpy as np
 import pytest
 from made_up_reports import figure
@@ -15,7 +13,7 @@ def judged(name, windows):
     return figure(name, float(windows.sum()) / 120, sums=windows, stderr=1.0, n=120)
 
 
-def test_what_all_find_hard_falls_out():
+def test_what_all_find_hard_falls_out_and_it_has_to_beat_every_other():
     """The means differ by a tenth of their errors, in every window alike."""
     one, two = (judged("kld", COMMON + shift + RANDOM.normal(0, 0.2, 12)) for shift in (0.0, 1.0))
     assert best([two, one]) == 1
@@ -25,9 +23,6 @@ def test_what_all_find_hard_falls_out():
     shift = np.zeros(12)
     shift[0] = 12.0
     assert best([judged("kld", COMMON), judged("kld", COMMON + shift)]) is None
-
-
-def test_it_has_to_beat_every_other():
     one, other, third = (judged("perplexity", COMMON + shift) for shift in (0.0, RANDOM.normal(0, 1, 12), 5.0))
     assert best([one, third]) == 0
     assert best([one, other, third]) is None
@@ -49,11 +44,13 @@ def test_which_way_is_better():
         assert best([figure(name, 10, stderr=0.1, n=5), figure(name, 12, stderr=0.1, n=5)]) == expected
 
 
-def test_repeats_are_compared_by_both_errors():
+def test_repeats_are_compared_by_both_errors_and_students_t():
     """2.776 * sqrt(0.1^2 + 0.1^2) = 0.393 for five repeats."""
     for gap, expected in ((0.41, 0), (0.38, None)):
         figures = [figure("ms_per_token@1", 10 + more, stderr=0.1, n=5) for more in (0, gap)]
         assert best(figures) == expected
+    for freedom, table in ((3, 3.182), (4, 2.776), (15, 2.131), (60, 2.000)):
+        assert quantile(freedom) == pytest.approx(table, abs=6e-4)
 
 
 def test_sizes_are_exact_and_others_without_an_error_are_not_compared():
@@ -61,9 +58,3 @@ def test_sizes_are_exact_and_others_without_an_error_are_not_compared():
     assert best([figure("weight_bytes", 100), figure("weight_bytes", 100)]) is None
     assert best([figure("peak_rss_bytes", 1), figure("peak_rss_bytes", 2)]) is None
     assert best([None, None]) is None
-
-
-def test_students_t():
-    """Against the printed tables."""
-    for freedom, table in ((3, 3.182), (4, 2.776), (15, 2.131), (60, 2.000)):
-        assert quantile(freedom) == pytest.approx(table, abs=6e-4)

@@ -1,5 +1,3 @@
-"""The model card: what the hub reads in it, that it names no machine, and that figures can be put in."""
-
 import shutil
 import signal
 from functools import partial
@@ -18,15 +16,7 @@ from quantkit.errors import ArtifactError
 from quantkit.report.card import front_matter, write_card
 from quantkit.report.records import read_report
 
-SOURCE_CARD = """---
-license: apache-2.0
-language:
-- en
-- de
-tags: [chat]
-datasets: [secret]
----
-"""
+SOURCE_CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\n- de\ntags: [chat]\ndatasets: [secret]\n---\n"
 BITS = {"gptq": 4, "awq": 4, "rtn": 4, "int8": 8, "fp8": 8, "nf4": 4, "ctranslate2": 8, "gguf": 4, "float": 16}
 LIBRARY = {"gguf": "gguf", "ctranslate2": "ctranslate2"}
 LOADED_BY = {
@@ -35,12 +25,11 @@ LOADED_BY = {
     "ctranslate2": ['ctranslate2.Generator("FOLDER")'],
     "gguf": ["llama-cli -m FOLDER/carded-Q4_K_M.gguf", 'Llama("FOLDER/carded-Q4_K_M.gguf")'],
 }
+SIZED = report("rtn-4", "rtn", None, 1e6)
 
 
 @pytest.fixture(scope="session")
 def carded(once):
-    """A model of one block with a card and a licence."""
-
     def make(folder):
         save_tiny(folder, num_hidden_layers=1)
         (folder / CARD).write_text(SOURCE_CARD)
@@ -90,16 +79,13 @@ def test_neither_card_nor_manifest_names_a_place(carded, artifact_of, tmp_path, 
         assert convert(spelling, "rtn", out=tmp_path / f"{i}").manifest.source.model == "carded"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("---\r\nlicense: mit\r\n---\r\nText\r\n---\r\n", {"license": "mit"}),
-        ("no front matter\n---\na: b\n---\n", {}),
-        ("---\n[broken\n---\n", {}),
-        ("---\ndate: 2024-02-30\nlanguage: no\n---\n", {"date": "2024-02-30", "language": "no"}),
-        ("---\n? [a, b]\n: c\n---\n", {}),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("---\r\nlicense: mit\r\n---\r\nText\r\n---\r\n", {"license": "mit"}),
+    ("no front matter\n---\na: b\n---\n", {}),
+    ("---\n[broken\n---\n", {}),
+    ("---\ndate: 2024-02-30\nlanguage: no\n---\n", {"date": "2024-02-30", "language": "no"}),
+    ("---\n? [a, b]\n: c\n---\n", {}),
+])  # fmt: skip
 def test_front_matter(text, expected):
     assert front_matter(text) == expected
 
@@ -121,9 +107,6 @@ def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(made, 
     assert verify(made.folder).digest == made.digest == measured.model.digest
 
 
-SIZED = report("rtn-4", "rtn", None, 1e6)
-
-
 def test_a_card_that_was_edited_is_left_alone(made):
     path = made.folder / CARD
     path.write_text(path.read_text() + "my own words\n")
@@ -139,7 +122,6 @@ def put_card(ends, made):
 
 @pytest.mark.parametrize(("calls", "after"), [(0, False), (0, True), (1, True)])
 def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(calls, after, made, tmp_path):
-    """Both files are replaced by renames; kill before, between and after them."""
     ends = Ends(Path, "replace", calls, after=after, number=signal.SIGKILL)
     forked(partial(put_card, ends, made), tmp_path / "log").wait(-signal.SIGKILL)
     verify(made.folder)

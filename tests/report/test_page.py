@@ -1,5 +1,3 @@
-"""The page says what the reports say, loads nothing, and what others wrote stays text."""
-
 import base64
 import gzip
 import json
@@ -13,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from made_up_reports import diverging, report, sheet
-from pages import hostile
 from test_docs import parse_command
 from test_hostile_names import NAME
 from tiny_models import quantkit, succeeds
 
 import quantkit as package
-from quantkit.artifact import MANIFEST, Manifest
+from quantkit.artifact import MANIFEST, Artifact, Manifest, SourceEntry, WeightError
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, load_recipe
 from quantkit.report.page import page as page_module
 from quantkit.report.page.answer import answer
@@ -27,10 +24,19 @@ from quantkit.report.page.found import convert_command
 from quantkit.report.page.page import WITHOUT_SUMS, page, plotted
 from quantkit.report.page.section import histogram
 from quantkit.report.page.view import Limits, View
+from quantkit.report.records import ModelEntry
 from quantkit.report.sheet import joined, read_tables
 from quantkit.report.table import Table
 
 VOID = {"meta", "br"}
+RECIPES = [
+    ConvertRecipe(model="demo", method="gptq", bits="4"),
+    ConvertRecipe(model="org/name", method="gptq", bits="3", options={"group_size": 64, "sym": False}, format="awq",
+                  revision="abc", seed=7, calibration=CalibrationSpec(sequences=8, text="-a b.txt")),
+    ConvertRecipe(model="-x $(touch y)", method="gguf", bits="auto", options={"target_size": "90MB", "imatrix": True}),
+    ConvertRecipe(model="demo", method="gguf", bits="Q4_K_M", options={"tensor_type": {"attn_v": "Q8_0"}},
+                  adapters=("one", "it's two")),
+]  # fmt: skip
 
 
 class Reader(HTMLParser):
@@ -58,14 +64,12 @@ class Reader(HTMLParser):
 
 
 def rows(content, class_):
-    """The texts of the cells of a table."""
     inside = content.partition(f'<table class="{class_}"')[2].partition("</table>")[0]
     lines = re.findall(r"<tr>(.*?)</tr>", inside, re.DOTALL)
     return [[re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)] for line in lines]
 
 
 def saved(content, name):
-    """What a link of the page saves."""
     target = re.search(rf'download="{name}\.gz" href="data:application/gzip;base64,([^"]*)"', content)
     return gzip.decompress(base64.b64decode(target[1])).decode()
 
@@ -123,7 +127,6 @@ def test_the_tables_say_what_the_sheet_says(two, content):
 
 
 def test_a_page_that_is_too_large_leaves_the_sums_out(content, two, tmp_path, monkeypatch):
-    """What is saved can still be read, and the page says so."""
     monkeypatch.setattr(page_module, "MOST", len(content.encode()) - 1)
     smaller = page(View(two))
     assert escape(WITHOUT_SUMS) in smaller
@@ -206,16 +209,6 @@ def test_the_picture_has_every_figure_with_its_error(two):
     assert data["noise"] == dict.fromkeys(two.models, 0.0006)
 
 
-RECIPES = [
-    ConvertRecipe(model="demo", method="gptq", bits="4"),
-    ConvertRecipe(model="org/name", method="gptq", bits="3", options={"group_size": 64, "sym": False}, format="awq",
-                  revision="abc", seed=7, calibration=CalibrationSpec(sequences=8, text="-a b.txt")),
-    ConvertRecipe(model="-x $(touch y)", method="gguf", bits="auto", options={"target_size": "90MB", "imatrix": True}),
-    ConvertRecipe(model="demo", method="gguf", bits="Q4_K_M", options={"tensor_type": {"attn_v": "Q8_0"}},
-                  adapters=("one", "it's two")),
-]  # fmt: skip
-
-
 def test_the_command_of_a_recipe_is_read_back_as_the_recipe():
     for recipe in RECIPES:
         words = shlex.split(convert_command(recipe, "--out"))
@@ -232,11 +225,10 @@ def test_the_command_of_a_recipe_is_read_back_as_the_recipe():
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory, tiny_llama):
-    """A comparison as `quantkit compare` leaves it."""
+def comparison(tmp_path_factory, one_block):
     out = tmp_path_factory.mktemp("page") / "comparison"
     more = ("--n-ctx", 32, "--limit", 4, "--threads", 1, "--calibration-sequences", 4, "--calibration-length", 32)
-    succeeds("compare", tiny_llama, "--methods", "rtn:4,gguf:Q8_0", "--out", out, *more)
+    succeeds("compare", one_block, "--methods", "rtn:4,gguf:Q8_0", "--out", out, *more)
     return out
 
 
@@ -314,9 +306,30 @@ def test_no_figure_of_a_report_breaks_the_page(value):
     assert "<b>" not in json.dumps(plotted(View(joined([(None, Table(tuple(reports)))]))))
     assert saved(made, "table.csv").count("\\udc80") == len(reports) * len(reports[0].measurements)
     assert histogram([1e308, -1e308]).count("v-") == 1
-
-
-def test_a_sheet_without_divergence_has_a_page():
-    made = page(View(joined([(None, Table((report("some", "gptq", None, 1e6),)))])))
+    made = page(View(joined([(None, Table((report("some", "gptq", None, 1e6),)))])))  # without divergence
     Reader(made)
     assert "No divergence from the source was measured." in made
+
+
+def manifest(name):
+    recipe = ConvertRecipe(model=name, method=name, bits=name, format=name, options={name: name}, revision=name)
+    source = SourceEntry(model=name, revision=name, architecture=name, parameters=1, config={}, hashes={})
+    return Manifest(
+        recipe=recipe, format=name, options={name: name}, source=source, versions={name: name}, tensor_types={name: 1},
+        weight_files=(name,), weight_bytes=1, bits_per_weight=4, notes=(name,), files={},
+        weight_error=WeightError(mean=0.1, worst=0.2, worst_tensor=name),
+    )  # fmt: skip
+
+
+def hostile(name):
+    """A page in which `name` stands wherever others decide on a text."""
+    reports = []
+    for i, kld in enumerate((0.001, 0.5, 0.02)):
+        entry = ModelEntry(label=f"{name}{i}", name=name, method=name if i else None, digest=name, notes=(name,))
+        one = report(name, "gptq", 21.0 + i, 1e6 + 1e5 * i, {1: 5.0 + i}, engine=name, model=entry, notes=())
+        text = one.text.model_copy(update={"name": name})
+        about = one.hardware.model_copy(update={"cpu": name})
+        reports.append(diverging(one, kld, seed=i, text=text, hardware=about, notes=(name,)))
+    made = joined([(name, Table(tuple(reports)))])
+    artifacts = {name: Artifact(Path(name), manifest(name))}
+    return page(View(made, artifacts, remarks=(name,), server=lambda _: name))

@@ -1,5 +1,3 @@
-"""The page in a real browser: no complaint, no script of others, figures as they were measured."""
-
 import json
 import os
 import re
@@ -9,8 +7,8 @@ from html import unescape
 
 import pytest
 from made_up_reports import sheet
-from pages import hostile
 from test_hostile_names import NAME
+from test_page import hostile
 
 from quantkit.report.page.page import page
 from quantkit.report.page.view import View

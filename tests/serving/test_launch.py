@@ -1,5 +1,3 @@
-"""quantkit serve: the engine's own server answers, is measured, and leaves no process behind."""
-
 import os
 import re
 import signal
@@ -81,7 +79,6 @@ def quantkit_serve(gguf):
 
 
 def run_client_of_the_docs(client, port):
-    """Run the page's own lines on this server and model."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if client in block)
     code = code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace('model="demo"', 'model="tiny"')
@@ -146,17 +143,14 @@ def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare)
     assert time.monotonic() - begin < 30
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"port": 0}, RecipeError, "between 1 and 65535"),
-        ({"threads": 0}, RecipeError, "threads: give from 1 to"),
-        ({"name": "--trust-remote-code"}, RecipeError, "begins with a dash"),
-        ({"python": "a\x1bb"}, RecipeError, "cannot be printed"),
-        ({"engine": "vlm"}, RecipeError, "Did you mean 'vllm'"),
-        ({"engine": "vllm"}, UnsupportedError, "transformers' formats only"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "says"), [
+    ({"port": 0}, RecipeError, "between 1 and 65535"),
+    ({"threads": 0}, RecipeError, "threads: give from 1 to"),
+    ({"name": "--trust-remote-code"}, RecipeError, "begins with a dash"),
+    ({"python": "a\x1bb"}, RecipeError, "cannot be printed"),
+    ({"engine": "vlm"}, RecipeError, "Did you mean 'vllm'"),
+    ({"engine": "vllm"}, UnsupportedError, "transformers' formats only"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused(gguf, options, error, says):
     with pytest.raises(error, match=says):
         plan(str(gguf.folder), **options)

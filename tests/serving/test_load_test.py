@@ -1,51 +1,54 @@
-"""A server under load: every kind of failure is counted exactly, nothing hangs, and the figures are right."""
-
 import json
 import random
 import socket
 import time
+from base64 import b64encode
+from functools import partial
 
 import numpy as np
 import pytest
-from faulty_server import DONE, OPENING, cut, endless, event, faulty, free_port, good, sends, status, token, uncounted
+from faulty_server import DONE, OPENING, cut, endless, event, faulty, free_port, good, refusal, sends, status, token
 from tiny_models import fails, quantkit, succeeds
 
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import RecipeError
 from quantkit.recipe import LoadTestSpec
-from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint
+from quantkit.serving.client import EXAMPLE_CHARACTERS, OK, UNFINISHED, Answer, Endpoint
 from quantkit.serving.load_test import load, measured, prompts_of
 
 # Short only where that very limit is to strike: a busy machine may be late with anything.
 SHORT = {"first token timeout": {"ttft_timeout": 0.4}, "stalled": {"pause_timeout": 0.3}, "timeout": {"timeout": 0.8}}
+KEY = 'sk-"geheim"/+1'
+PASSWORD = "p4ss-w0rd"
+SPEC = LoadTestSpec(requests=1, warm_up=0, duration=20)
+# The key begins within what is kept, and ends beyond it.
+echo_at_the_edge = sends(refusal(401, b"x" * (EXAMPLE_CHARACTERS - 5) + KEY.encode() + b"y" * 40_000))
+STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\x00"
 
 
 def put(url, **settings):
     return load(Endpoint(url, "tiny"), LoadTestSpec.model_validate({"duration": 30, "warm_up": 0, **settings}))
 
 
-@pytest.mark.parametrize(
-    ("way", "kind"),
-    [
-        (status(500), "http 500"),
-        (cut, "disconnected"),
-        (sends(OPENING, then=5), "first token timeout"),
-        (sends(OPENING, token(), then=5), "stalled"),
-        (endless, "timeout"),
-        (sends(OPENING, token(), event(error={"message": "out of memory"})), "server error"),
-        (sends(OPENING, event(choices=[{"text": ""}]), DONE), "empty"),
-        (sends(OPENING, b"data: {not json\n\n"), "malformed"),
-        (sends(OPENING, token()), "disconnected"),  # no [DONE]
-        (sends(b"what?\r\n\r\n"), "disconnected"),  # no HTTP
-        (sends(OPENING.replace(b"text/event-stream", b"text/html"), b"<html>"), "malformed"),
-        (sends(OPENING, b'data: {"choices": [null]}\n\n'), "malformed"),
-        (sends(OPENING, b"data: " + b"x" * (2 << 20) + b"\n\n"), "malformed"),
-        (sends(OPENING, b"data: " + b"[" * 200_000 + b"\n\n"), "malformed"),
-        (sends(OPENING, event(choices=[], usage={"prompt_tokens": 1, "completion_tokens": -3}), DONE), "malformed"),
-        (sends(OPENING, event(choices=[{"text": "", "finish_reason": "stop"}]), DONE), OK),  # it ended at once
-        (sends(OPENING, b": a comment\n\n", b'data: {"choices": [{"text": "\xff"}]}\n\n', DONE), OK),  # replaced
-    ],
-)
+@pytest.mark.parametrize(("way", "kind"), [
+    (status(500), "http 500"),
+    (cut, "disconnected"),
+    (sends(OPENING, then=5), "first token timeout"),
+    (sends(OPENING, token(), then=5), "stalled"),
+    (endless, "timeout"),
+    (sends(OPENING, token(), event(error={"message": "out of memory"})), "server error"),
+    (sends(OPENING, event(choices=[{"text": ""}]), DONE), "empty"),
+    (sends(OPENING, b"data: {not json\n\n"), "malformed"),
+    (sends(OPENING, token()), "disconnected"),  # no [DONE]
+    (sends(b"what?\r\n\r\n"), "disconnected"),  # no HTTP
+    (sends(OPENING.replace(b"text/event-stream", b"text/html"), b"<html>"), "malformed"),
+    (sends(OPENING, b'data: {"choices": [null]}\n\n'), "malformed"),
+    (sends(OPENING, b"data: " + b"x" * (2 << 20) + b"\n\n"), "malformed"),
+    (sends(OPENING, b"data: " + b"[" * 200_000 + b"\n\n"), "malformed"),
+    (sends(OPENING, event(choices=[], usage={"prompt_tokens": 1, "completion_tokens": -3}), DONE), "malformed"),
+    (sends(OPENING, event(choices=[{"text": "", "finish_reason": "stop"}]), DONE), OK),  # it ended at once
+    (sends(OPENING, b": a comment\n\n", b'data: {"choices": [{"text": "\xff"}]}\n\n', DONE), OK),  # replaced
+])  # fmt: skip
 def test_each_kind_of_failure_is_told_by_its_name(way, kind):
     with faulty(way) as server:
         report = put(server.url, requests=1, **SHORT.get(kind, {}))
@@ -125,7 +128,7 @@ def test_what_is_sent(api, text):
 
 
 def test_a_server_without_counts_is_told():
-    with faulty(uncounted) as server:
+    with faulty(partial(good, usage=False)) as server:
         report = put(server.url, requests=2)
     assert report.find("tokens_per_answer").value == 4
     assert report.find("total_tokens_per_second") is None
@@ -190,3 +193,75 @@ def test_the_command(tmp_path):
     done = quantkit("bench", "demo", "--concurrency", 4)
     assert done.code == 2
     assert "--concurrency is for a server" in done.err
+
+
+@pytest.mark.parametrize("url", [
+    f"ftp://me:{PASSWORD}@host/v1",
+    f"http://me:{PASSWORD}@host:port/v1",
+    f"http://me:a/{PASSWORD}@host/v1",
+    f"http://me:a@{PASSWORD}@host:0x/v1",
+    f"http://host/v1?key=a@{PASSWORD}",
+    f"http://[{PASSWORD}/v1?{PASSWORD}",
+])  # fmt: skip
+def test_an_endpoint_that_is_refused_keeps_its_secrets(url):
+    with pytest.raises(RecipeError) as error:
+        Endpoint(url, "m")
+    told = str(error.value)
+    assert "endpoint" in told
+    if "[" not in url:  # there it stands where a host stands
+        assert PASSWORD not in told
+        ended = fails("bench", "--endpoint", url, "--model", "m")
+        assert PASSWORD not in ended.err + ended.out
+    assert f"?{PASSWORD}" not in told
+
+
+async def echo(server, out, _body):
+    """Refuse with the request's own authorization, as some proxies do, before anything else that would hide it."""
+    [said] = [line.encode() for line in server.headers[-1].splitlines() if line.lower().startswith("authorization:")]
+    out.write(refusal(401, said))
+
+
+async def echo_as_event(server, out, _body):
+    out.write(OPENING + event(error={"message": f"the key {KEY} is unknown", "head": server.headers[-1]}) + DONE)
+
+
+@pytest.mark.parametrize("way", [echo, echo_as_event, echo_at_the_edge])
+def test_a_key_that_a_server_repeats_is_not_stored(way):
+    with faulty(way) as server:
+        report = load(Endpoint(server.url, "tiny", key=KEY), SPEC, ("a",))
+    assert report.failed == 1
+    text = report.model_dump_json()
+    [example] = report.examples.values()
+    assert "geheim" not in example
+    assert "geheim" not in text
+    assert "sk-" not in text
+    if way in (echo, echo_as_event):
+        assert "***" in example
+
+
+def test_a_password_that_a_server_repeats_is_not_stored():
+    """It travels as Base64 of the pair of user and password."""
+    with faulty(echo) as server:
+        report = load(Endpoint(server.url.replace("http://", f"http://me:{PASSWORD}@"), "tiny"), SPEC, ("a",))
+    pair = b64encode(f"me:{PASSWORD}".encode()).decode()
+    assert f"authorization: basic {pair}".lower() in server.headers[-1].lower()
+    assert [example.lower() for example in report.examples.values()] == ["authorization: basic ***"]
+    assert report.endpoint == server.url
+    for secret in (PASSWORD, pair):
+        assert secret not in report.model_dump_json()
+
+
+@pytest.mark.parametrize("way", [
+    sends(OPENING, event(error=f"full{STEERING}\nerror: done")),
+    sends(b"HTTP/1.1 503 No\r\nconnection: close\r\n\r\n" + STEERING.encode() * 2000),
+])  # fmt: skip
+def test_what_a_server_says_is_printed_without_control_characters(way, tmp_path):
+    with faulty(way) as server:
+        ended = fails(
+            *("bench", "--endpoint", server.url, "--model", "a\x1b[31m", "--requests", 1, "--warm-up", 0),
+            *("--json", tmp_path / "load.json"),
+        )
+    assert not set(ended.out + ended.err) & set("\x1b\x07\x9b\x00\r\u202e")
+    [example] = json.loads((tmp_path / "load.json").read_text())["examples"].values()
+    assert example.isprintable()
+    assert 0 < len(example) <= 10 * EXAMPLE_CHARACTERS

@@ -1,5 +1,3 @@
-"""What a server is started with, and what a load test goes by: hashes, the context, seeds, rests, proxies."""
-
 import asyncio
 import re
 import shutil
@@ -28,25 +26,24 @@ from quantkit.serving.servers import Command
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
-def damage(folder):
-    flip(next(folder.glob("*.gguf")))
-
-
-def add_code(folder):
-    (folder / "modeling_tiny.py").write_text("raise SystemExit\n")
-
-
 def misname_and_rehash(folder):
     path = next(folder.glob("*.gguf"))
     path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.model", b"tokenizer.ggml.modem"))
     rehash(folder)
 
 
-@pytest.mark.parametrize("change", [damage, add_code, misname_and_rehash])
+CHANGES = {
+    "damage": lambda folder: flip(next(folder.glob("*.gguf"))),
+    "code": lambda folder: (folder / "modeling_tiny.py").write_text("raise SystemExit\n"),
+    "another name": misname_and_rehash,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_an_artifact_that_its_manifest_denies_is_not_served(change, gguf, tmp_path):
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
     assert plan(str(folder)).server.name == "llamacpp"
-    change(folder)
+    CHANGES[change](folder)
     with pytest.raises(ArtifactError):
         plan(str(folder))
     assert fails("serve", folder, "--print", says="ArtifactError").out == ""

@@ -1,5 +1,3 @@
-"""With an adapter the merged model is converted and judged, and what is kept is used for the same adapters only."""
-
 import json
 import shutil
 
@@ -27,7 +25,7 @@ from quantkit.models.skeleton import load_whole
 from quantkit.recipe import EngineSpec, EvaluationSpec, load_recipe
 from quantkit.sweep.compare import compare
 
-SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
+SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "probes": ("size", "perplexity")}}
 VARIANTS, LABEL = ["float:float32"], "float-float32"
 PATHS = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.v_proj", "mlp.down_proj")]
 
@@ -67,7 +65,6 @@ def test_the_table_says_what_was_evaluated(done, gguf):
 
 @pytest.mark.parametrize("change", [other_weights, other_alpha])
 def test_whatever_is_kept_has_another_key(change, tiny, adapter, tmp_path):
-    """Unfinished work, baselines, and windows of unfinished evaluations."""
     copy = shutil.copytree(adapter, tmp_path / "style")
     source, text = open_source(str(tiny)), load_text(EVALUATION["text"], "evaluation")
     windows = cut(text, source.tokenizer(), "llama.cpp", 64, 2, source.config)
@@ -122,15 +119,7 @@ def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(tiny, a
         open_judged(folder, None, None, [adapter])
 
 
-def test_engines_that_read_files_are_refused(tiny, adapter):
-    model = open_model(tiny, None, [adapter])
-    with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
-        choose(model, EngineSpec(engine="vllm"))
-    assert choose(model, EngineSpec()).name == "transformers"
-    assert choose(model, EngineSpec(engine="reference")).load_request(model, 1).adapters == (str(adapter),)
-
-
-def test_recipes_and_the_command_line_name_adapters(tiny, adapter, here):
+def test_recipes_and_commands_name_adapters_and_engines_that_read_files_are_refused(tiny, adapter, here):
     recipe = here / "recipe.yaml"
     recipe.write_text(f"model: {tiny}\nadapters: [{adapter}]\nmethod: rtn\nout: {here / 'out'}\n")
     assert load_recipe(recipe).adapters == (str(adapter),)
@@ -142,3 +131,8 @@ def test_recipes_and_the_command_line_name_adapters(tiny, adapter, here):
     ended = quantkit("convert", tiny, "--adapter", adapter, "--method", "rtn", "--bits", 4)
     assert (here / "tiny-style-rtn-4").is_dir(), ended.err
     assert f"--source {tiny} --adapter {adapter}" in ended.out.replace("\n", " ")
+    model = open_model(tiny, None, [adapter])
+    with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
+        choose(model, EngineSpec(engine="vllm"))
+    assert choose(model, EngineSpec()).name == "transformers"
+    assert choose(model, EngineSpec(engine="reference")).load_request(model, 1).adapters == (str(adapter),)

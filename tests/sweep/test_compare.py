@@ -1,9 +1,8 @@
-"""A comparison refuses first, keeps what is done, and gives one table of the source and all variants."""
-
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,6 +28,8 @@ from quantkit.system.files import sha256_of
 VARIANTS = ["gguf:Q8_0", {"method": "ctranslate2", "bits": "int8"}, "rtn:4"]
 SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
 FILES = ["artifacts", "perplexity-size.png", "perplexity-size.svg", "reports", "table.csv", "table.json", "table.md"]
+OTHER = this_machine().model_copy(update={"cpu": "Another CPU"})
+REPORT, MADE = Path("reports", "rtn-4.json"), Path("artifacts", "rtn-4", MANIFEST)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,6 @@ def done(tiny, tmp_path_factory):
 
 
 def interrupted_after(calls_before, call):
-    """`call` for the first `calls_before` times, then Ctrl-C."""
     calls = []
 
     def run(*arguments, **named):
@@ -105,18 +105,14 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done):
             assert f"| tiny | {title} | {cells[0]} | {cells[table.columns.index(label)]} |" in text
 
 
-def test_a_second_run_does_nothing_again(done, tiny, monkeypatch):
+def test_a_second_run_makes_again_what_is_damaged_and_nothing_else(done, tiny, monkeypatch):
     out, table = done
     monkeypatch.setattr(comparison, "evaluate_model", forbidden)
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    artifacts, reports = times(out / "artifacts"), times(out / "reports")
-    assert compare(str(tiny), VARIANTS, out=out, **SETTINGS) == table
-    assert (times(out / "artifacts"), times(out / "reports")) == (artifacts, reports)
-
-
-def test_a_damaged_artifact_is_made_again(done, tiny, monkeypatch):
-    out, table = done
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison, "run_conversion", forbidden)
+        artifacts, reports = times(out / "artifacts"), times(out / "reports")
+        assert compare(str(tiny), VARIANTS, out=out, **SETTINGS) == table
+        assert (times(out / "artifacts"), times(out / "reports")) == (artifacts, reports)
     path = out / "artifacts" / "rtn-4" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
@@ -126,7 +122,6 @@ def test_a_damaged_artifact_is_made_again(done, tiny, monkeypatch):
 
 @pytest.fixture
 def out(done, tmp_path):
-    """A copy of the finished comparison."""
     return Path(shutil.copytree(done[0], tmp_path / "out", copy_function=shutil.copy2))
 
 
@@ -144,17 +139,10 @@ def test_quality_measured_on_another_machine_is_used_where_that_is_asked_for(out
     assert comparison.kept_report(model, source, spec, text, engine, out) is None
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (["calibration_sha256"], "00" * 32),
-        (["source", "hashes"], {"config.json": "00" * 32}),
-        (["options", "group_size"], 64),
-        (["format"], "awq"),
-        (["recipe", "seed"], 3),
-        (["bits_per_weight"], 7.5),
-    ],
-)
+@pytest.mark.parametrize(("place", "value"), [
+    (["calibration_sha256"], "00" * 32), (["source", "hashes"], {"config.json": "00" * 32}), (["recipe", "seed"], 3),
+    (["options", "group_size"], 64), (["format"], "awq"), (["bits_per_weight"], 7.5),
+])  # fmt: skip
 def test_an_artifact_of_another_conversion_is_not_used(place, value, out, tiny, monkeypatch):
     edit_json(out / "artifacts" / "rtn-4" / MANIFEST, put(*place, value=value))
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
@@ -163,11 +151,6 @@ def test_an_artifact_of_another_conversion_is_not_used(place, value, out, tiny, 
         monkeypatch.setattr(comparison, "refuse_untrue", lambda _artifact: None)
     with pytest.raises(AssertionError, match="done already"):
         compare(str(tiny), VARIANTS, out=out, **SETTINGS)
-
-
-def another_machine(_, __, patch):
-    other = this_machine().model_copy(update={"cpu": "Another CPU"})
-    patch.setattr(evaluation, "this_machine", lambda: other)
 
 
 def another_baseline(_, place, patch):
@@ -181,31 +164,23 @@ def another_baseline(_, place, patch):
     patch.setenv("QUANTKIT_CACHE", str(place))
 
 
-def other_bytes(out, _, __):
-    edit_json(out / "artifacts" / "rtn-4" / MANIFEST, put("notes", value=["made otherwise"]))
+CHANGES = {
+    "another machine": lambda _, __, patch: patch.setattr(evaluation, "this_machine", lambda: OTHER),
+    "another baseline": another_baseline,
+    "other bytes": lambda out, _, __: edit_json(out / MADE, put("notes", value=["made otherwise"])),
+    "a report that is cut off": lambda out, _, __: (out / REPORT).write_text("{"),
+    "a report without a fingerprint": lambda out, _, __: edit_json(out / REPORT, put("fingerprint", value=None)),
+}
 
 
-def a_report_that_is_cut_off(out, _, __):
-    (out / "reports" / "rtn-4.json").write_text("{")
-
-
-def a_report_without_a_fingerprint(out, _, __):
-    edit_json(out / "reports" / "rtn-4.json", put("fingerprint", value=None))
-
-
-@pytest.mark.parametrize(
-    "change", [another_machine, another_baseline, other_bytes, a_report_that_is_cut_off, a_report_without_a_fingerprint]
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_report_of_another_judgement_is_not_used(change, out, tiny, tmp_path, monkeypatch):
-    change(out, tmp_path, monkeypatch)
-    monkeypatch.setattr(comparison, "run_conversion", converted)
+    CHANGES[change](out, tmp_path, monkeypatch)
+    converted = RuntimeError("the artifacts are those of the same conversions")
+    monkeypatch.setattr(comparison, "run_conversion", Mock(side_effect=converted))
     monkeypatch.setattr(comparison, "evaluate_model", forbidden)
     with pytest.raises(AssertionError, match="done already"):
         compare(str(tiny), VARIANTS, out=out, **SETTINGS)
-
-
-def converted(*_, **__):
-    raise RuntimeError("the artifacts are those of the same conversions")
 
 
 def test_the_same_source_elsewhere_is_used_unless_its_tokenizer_is_another(done, tiny, tmp_path, monkeypatch):
@@ -219,16 +194,13 @@ def test_the_same_source_elsewhere_is_used_unless_its_tokenizer_is_another(done,
         compare(str(other), VARIANTS, out=done[0], **SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("second", "evaluation", "says"),
-    [
-        ("gptk", {}, "unknown method 'gptk'"),
-        ({"method": "rtn", "options": {"group_size": 100}}, {}, "group_size 100 does not divide"),
-        ({"method": "gguf", "bits": "q8_0"}, {}, "two variants are named gguf-Q8_0"),
-        ("rtn", {"text": "missing.txt"}, "missing.txt does not exist"),
-        ("rtn", {"n_ctx": 1_000_000}, "too short"),
-    ],
-)
+@pytest.mark.parametrize(("second", "evaluation", "says"), [
+    ("gptk", {}, "unknown method 'gptk'"),
+    ({"method": "rtn", "options": {"group_size": 100}}, {}, "group_size 100 does not divide"),
+    ({"method": "gguf", "bits": "q8_0"}, {}, "two variants are named gguf-Q8_0"),
+    ("rtn", {"text": "missing.txt"}, "missing.txt does not exist"),
+    ("rtn", {"n_ctx": 1_000_000}, "too short"),
+])  # fmt: skip
 def test_a_bad_second_variant_or_evaluation_is_refused_before_the_first_conversion(
     second, evaluation, says, tiny, here, monkeypatch
 ):

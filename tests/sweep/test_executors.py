@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -12,12 +14,18 @@ from killed import until
 from test_sweep import figures as figures_of
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
+from quantkit.recipe import load_recipe
 from quantkit.report.sheet import read_places
+from quantkit.sweep.executor import Needs
+from quantkit.sweep.run import run
 from quantkit.sweep.state import place_of
 from quantkit.sweep.tasks import read
 
 pytestmark = pytest.mark.slow
 VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]
+NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'quantkit[ray]'")
+ROOM = {"num_cpus": 1, "object_store_memory": 100 << 20}
+GB = 10**9
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +34,8 @@ def recipe(tmp_path_factory):
     save_tiny(folder / "one", num_hidden_layers=1)
     save_tiny(folder / "two", num_hidden_layers=1)
     path = folder / "sweep.yaml"
-    values = {
-        "models": [str(folder / "one"), str(folder / "two")],
-        "variants": VARIANTS,
-        "calibration": CALIBRATION,
-        "evaluation": {**EVALUATION, "probes": ["size", "perplexity"]},
-    }
+    values = {"models": [str(folder / "one"), str(folder / "two")], "variants": VARIANTS, "calibration": CALIBRATION}
+    values["evaluation"] = {**EVALUATION, "probes": ["size", "perplexity"]}
     path.write_text(json.dumps(values))
     return path
 
@@ -47,7 +51,6 @@ def command(recipe, out, *words):
 
 
 def said(process):
-    """What a command that ends well has said."""
     _, words = process.communicate()
     assert process.returncode == 0, words
     return words
@@ -55,7 +58,6 @@ def said(process):
 
 @pytest.fixture(scope="module")
 def whole(recipe, tmp_path_factory):
-    """What one process after the other gives."""
     out = tmp_path_factory.mktemp("whole") / "out"
     said(command(recipe, out))
     return figures(out)
@@ -86,3 +88,62 @@ def test_a_killed_sweep_goes_on_to_the_same_table(recipe, whole, tmp_path):
 def test_several_processes_give_the_same(recipe, whole, tmp_path):
     said(command(recipe, tmp_path / "several", "--processes", "2"))
     assert figures(tmp_path / "several") == whole
+
+
+@contextmanager
+def cluster_of(*nodes):
+    """A cluster of such nodes on this machine; `nodes` of it are those after the first."""
+    from ray.cluster_utils import Cluster
+
+    first, *others = nodes
+    cluster = Cluster(initialize_head=True, head_node_args={**ROOM, **first})
+    try:
+        yield cluster, [cluster.add_node(**{**ROOM, **node}) for node in others]
+    finally:
+        cluster.shutdown()
+
+
+@NEEDS_RAY
+def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(recipe, whole, tmp_path):
+    from quantkit.sweep.ray import OnRay
+
+    class Losing(OnRay):
+        def finished(self):
+            answer = super().finished()
+            if nodes:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            return answer
+
+    with cluster_of({}, {}) as (cluster, nodes):
+        for name, executor in (("kept", OnRay), ("lost", Losing)):
+            out = tmp_path / name
+            given = load_recipe(recipe).model_copy(update={"out": str(out)})
+            outcome = run(given, executor(cluster.address, 1))
+            if outcome.failed:  # what was on the lost node twice
+                outcome = run(given, OnRay(cluster.address, 1))
+            assert outcome.failed == {}
+            assert figures(out) == whole
+
+
+@NEEDS_RAY
+def test_what_no_node_has_memory_for_is_told_and_not_waited_for(recipe, tmp_path):
+    from quantkit.sweep.ray import OnRay
+
+    given = load_recipe(recipe).model_copy(update={"out": str(tmp_path / "out"), "variants": ()})
+    with cluster_of({"memory": 200 << 20}, {"memory": 4 * GB}) as (cluster, nodes):
+        executor = OnRay(cluster.address, 1)
+        assert executor.most_memory == 4 * GB
+        assert executor.refuse(Needs(memory=4 * GB)) is None
+        assert "the largest node gives tasks 4.00 GB" in str(executor.refuse(Needs(memory=4 * GB + 10**7)))
+        log = tmp_path / "log"
+        executor.submit("first", ["python", "-c", "pass"], log, Needs(memory=3 * GB))
+        assert executor.finished() == ("first", 0)
+        # Both want more than half of the only node that is large enough; that node is lost while the second waits.
+        executor.submit("long", ["python", "-c", "import time; time.sleep(600)"], log, Needs(memory=3 * GB))
+        executor.submit("waiting", ["python", "-c", "pass"], log, Needs(memory=3 * GB))
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        assert sorted(executor.finished()[0] for _ in range(2)) == ["long", "waiting"]
+        executor.close()
+        outcome = run(given, OnRay(cluster.address, 1))
+    assert set(outcome.failed) == {"one.source", "two.source"}
+    assert all("would need" in reason and "0.21 GB" in reason for reason in outcome.failed.values()), outcome.failed

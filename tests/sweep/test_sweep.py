@@ -1,5 +1,3 @@
-"""A sweep does each task once, tells what failed, and gives the figures that comparisons give."""
-
 import os
 import re
 import shutil
@@ -159,15 +157,15 @@ def test_what_fails_is_told_and_stops_nothing_else(models, tmp_path):
     out = tmp_path / "out"
     blocked = out / "models" / "one" / "reports" / "rtn-4.json"
     blocked.mkdir(parents=True)  # where the report is to lie: found out by the task
-    outcome, begun = swept(models, ["rtn:4", "rtn:8"], out)
+    outcome, begun = swept(models[:1], ["rtn:4", "rtn:8"], out)
     assert list(outcome.failed) == ["one.rtn-4"]
-    assert {"one.rtn-8", "two.rtn-4"} <= set(begun)
+    assert begun[-3:] == ["one.rtn-4", "one.rtn-8.convert", "one.rtn-8"]
     assert f"log: {place_of(out, 'one.rtn-4').log}" in outcome.sheet.notes()[0]
     assert outcome.sheet.notes()[0].startswith("Not measured: one.rtn-4: ")
     assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", "rtn-8"]
     assert any(line.startswith("one.rtn-4: failed: ") for line in lines_of(out))
     blocked.rmdir()
-    outcome, begun = swept(models, ["rtn:4", "rtn:8"], out)
+    outcome, begun = swept(models[:1], ["rtn:4", "rtn:8"], out)
     assert (outcome.failed, begun) == ({}, ["one.rtn-4"])
 
 

@@ -1,5 +1,3 @@
-"""Processes forked from one that has imported transformers."""
-
 import json
 import os
 import signal

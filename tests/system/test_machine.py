@@ -1,7 +1,7 @@
-"""Freed memory goes back to the system while work goes on; what the machine has is known."""
-
 import platform
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -11,6 +11,7 @@ from killed import forked
 from quantkit.system import memory, processor
 from quantkit.system.memory import MemoryTrimmer
 from quantkit.system.processor import processor_name
+from quantkit.system.threads import in_background, result_of
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc gives freed memory back")
@@ -54,3 +55,15 @@ def test_the_name_is_that_of_cpuinfo_or_of_the_machine(monkeypatch):
     assert processor_name() == "Some CPU: 3 GHz"
     monkeypatch.setattr(processor, "cpuinfo", str)
     assert processor_name() == (platform.processor() or platform.machine())
+
+
+def test_nobody_waits_for_the_background_nor_for_a_pool_whose_threads_ended_before_they_began(monkeypatch):
+    told = threading.Event()
+    in_background(told.wait, 20)
+    in_background(told.set)
+    assert told.wait(20)
+    with ThreadPoolExecutor(1, "lively") as pool:
+        assert result_of(pool.submit(max, 1, 2), "lively") == 2
+    monkeypatch.setattr(threading.Thread, "run", lambda _self: None)
+    with ThreadPoolExecutor(1, "lost") as pool, pytest.raises(MemoryError):
+        result_of(pool.submit(max, 1, 2), "lost")

@@ -1,5 +1,3 @@
-"""Regular expressions of others: right answers, and an end for those that have none."""
-
 import re
 import time
 

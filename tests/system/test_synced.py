@@ -1,5 +1,3 @@
-"""What a loss of power leaves: bytes and names are on the disk before another name says that they are."""
-
 import errno
 import os
 from contextlib import nullcontext
@@ -48,7 +46,6 @@ class Calls:
         monkeypatch.setattr(os, "replace", renamed(replace))
 
     def place(self, kind, path, value=None):
-        """Where the last such call stands."""
         found = [i for i, call in enumerate(self.all) if call[:2] == (kind, path) and value in (None, call[2])]
         assert found, f"no {kind} of {path} as it is, among {[call[:2] for call in self.all]}"
         return found[-1]

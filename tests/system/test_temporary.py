@@ -1,5 +1,3 @@
-"""Temporary folders go with their process, even if that is killed."""
-
 import ast
 import os
 import signal
@@ -48,7 +46,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     assert list(place.iterdir()) == []
 
 
-def test_a_living_one_is_left_alone(tmp_path):
+def test_a_living_one_and_folders_of_others_are_left_alone(tmp_path):
     with temporary_folder(tmp_path) as one, temporary_folder(tmp_path) as other:
         (one / "a").touch()
         (other / "b").touch()
@@ -56,9 +54,6 @@ def test_a_living_one_is_left_alone(tmp_path):
             assert (one / "a").exists()
         assert (other / "b").exists()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_of_others_are_left_alone(tmp_path):
     dead = 1 << 22  # above the largest number of a process
     other_machine = f"quantkit-another-{dead}-abcd1234"
     kept = [tmp_path / name for name in ("quantkit-results", other_machine, f"{PREFIX}{dead}-thesis", "other")]

@@ -1,4 +1,4 @@
-"""Which device computes: what "auto" finds, what is refused, and what a GPU's memory decides."""
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,19 +21,10 @@ if REAL is not None:
 
 @pytest.fixture
 def free(monkeypatch):
-    """The pretended device says how much of its memory is free."""
-
     def set_to(number):
         monkeypatch.setattr(_Module, "mem_get_info", lambda _self, _device: (number, 1 << 34), raising=False)
 
     return set_to
-
-
-def failing(error):
-    def ones(*_args, **_more):
-        raise error
-
-    return ones
 
 
 def test_auto_is_the_device_that_torch_has_else_the_processor():
@@ -57,36 +48,31 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(name):
 
 def test_a_device_that_does_not_compute_is_refused_and_one_without_float64_left_alone(monkeypatch):
     with pretended_device():
-        monkeypatch.setattr(torch, "ones", failing(RuntimeError("no kernel image is available")))
+        monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("no kernel image is available")))
         for name in ("auto", "card"):
             with pytest.raises(RecipeError, match=r"card cannot compute: no kernel image.*--device cpu"):
                 find_device(name)
-        monkeypatch.setattr(torch, "ones", failing(TypeError("this framework has no float64")))
+        monkeypatch.setattr(torch, "ones", Mock(side_effect=TypeError("this framework has no float64")))
         assert find_device() == "cpu"
         with pytest.raises(RecipeError, match="card cannot compute: this framework has no float64"):
             find_device("card")
 
 
-def test_calibrated_methods_alone_compute_on_the_device_and_a_manifest_says_so(tiny, tmp_path):
+def test_calibrated_methods_alone_compute_on_the_device_and_a_manifest_says_so(one_block, tmp_path):
     said = {}
     with pretended_device():
         for method in ("gptq", "rtn"):
-            said[method] = [prepare_job(str(tiny), method, device=name).device for name in ("auto", "card")]
-        made = convert(str(tiny), "gptq", out=tmp_path / "gptq", calibration=CALIBRATION)
+            said[method] = [prepare_job(str(one_block), method, device=name).device for name in ("auto", "card")]
+        made = convert(str(one_block), "gptq", out=tmp_path / "gptq", calibration=CALIBRATION)
     assert said == {"gptq": ["card", "card"], "rtn": ["cpu", "cpu"]}
     assert made.manifest.device == "card"
     assert '"device": "card"' in (made.folder / "quantkit.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("asked", "engine", "computes", "baseline"),
-    [
-        ("auto", None, "card", "card"),
-        ("auto", "ctranslate2", "cpu", "card"),
-        ("cpu", None, "cpu", "cpu"),
-        ("card", None, "card", "card"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "engine", "computes", "baseline"), [
+    ("auto", None, "card", "card"), ("auto", "ctranslate2", "cpu", "card"), ("cpu", None, "cpu", "cpu"),
+    ("card", None, "card", "card"),
+])  # fmt: skip
 def test_engines_compute_on_the_device_and_so_does_the_baseline(
     asked, engine, computes, baseline, tiny, artifact_of, new_cache
 ):

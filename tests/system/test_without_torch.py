@@ -1,5 +1,3 @@
-"""Conversions to GGUF without calibration load no torch, and give the bytes of a process that has it."""
-
 import subprocess
 import sys
 
@@ -8,9 +6,8 @@ import pytest
 import torch
 from tiny_models import CALIBRATION
 
+from quantkit import convert, verify
 from quantkit.checkpoints.floats import STORED, count_unusable, to_float32
-from quantkit.conversion.convert import convert
-from quantkit.conversion.verify import verify
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.recipe import CalibrationSpec
 
@@ -24,6 +21,7 @@ except SystemExit as ended:
 heavy = [name for name in ("torch", "scipy", "accelerate", "quantkit.models.skeleton") if name in sys.modules]
 assert not heavy, heavy
 """
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def without_torch(*arguments):
@@ -49,9 +47,6 @@ def test_no_torch_and_the_same_bytes(tiny, tmp_path, weighted):
     assert verify(out).manifest.weight_error == here.manifest.weight_error
     if weighted:
         without_torch("verify", out)
-
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 from quantkit.artifact import AdapterEntry
 from quantkit.checkpoints.adapter import Adapter
-from quantkit.checkpoints.side_files import TOKENIZER_FILES, VOCABULARIES, copy_files, refuse_side_files
+from quantkit.checkpoints.side_files import (
+    TOKENIZER_FILES,
+    VOCABULARIES,
+    copy_files,
+    find_side_files,
+    matches,
+    refuse_side_files,
+)
 from quantkit.formats._changed.adapter_places import Places
 from quantkit.formats._changed.changed import ChangedSource
 from quantkit.models.config import load_tokenizer
@@ -61,7 +68,7 @@ class AdaptedSource(ChangedSource):
             notes.append("the head has weights of its own now: the adapter changes only one of embedding and head")
         if (folder := self._tokenizer_folder) is not None:
             notes.append(f"the tokenizer is the one that lies beside the adapter {folder.resolve().name}")
-        return (*self._base.notes, *notes)
+        return (*self._base.notes, *notes, *self._notes)
 
     @cached_property
     def hashes(self) -> dict[str, str]:
@@ -106,19 +113,19 @@ class AdaptedSource(ChangedSource):
         files = self._base.side_files()
         if (folder := self._tokenizer_folder) is None:
             return files
-        own = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-        return {name: path for name, path in files.items() if name not in TOKENIZER_FILES} | own
+        own = find_side_files(folder, TOKENIZER_FILES)
+        return {name: path for name, path in files.items() if not matches(name, TOKENIZER_FILES)} | own
 
     @cached_property
     def _tokenizer_folder(self) -> Path | None:
         """The last adapter's that has a tokenizer, unless that is the base model's, file by file."""
         for adapter in reversed(self._adapters):
-            if any((adapter.folder / name).is_file() for name in VOCABULARIES):
+            if find_side_files(adapter.folder, VOCABULARIES):
                 refuse_side_files(adapter.folder)
-                files = [name for name in TOKENIZER_FILES if (adapter.folder / name).is_file()]
+                files = find_side_files(adapter.folder, TOKENIZER_FILES)
                 base = self._base.side_files()
                 same = all(
-                    name in base and base[name].read_bytes() == (adapter.folder / name).read_bytes() for name in files
+                    name in base and base[name].read_bytes() == path.read_bytes() for name, path in files.items()
                 )
                 return None if same else adapter.folder
         return None
@@ -127,8 +134,8 @@ class AdaptedSource(ChangedSource):
         """Copy the files, or have the base model make its own."""
         self._base.copy_side_files(folder)
         if self._tokenizer_folder is not None:
-            for name in TOKENIZER_FILES:
-                (folder / name).unlink(missing_ok=True)
+            for path in find_side_files(folder, TOKENIZER_FILES).values():
+                path.unlink()
             copy_files(self.side_files(), folder)
 
     def tokenizer(self) -> Any:

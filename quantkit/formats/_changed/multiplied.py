@@ -49,7 +49,7 @@ class MultipliedSource(ChangedSource):
         """Into how many tensors factors went."""
         note = f"factors of config.json put into the weights of {len(self._factors)} tensors, since the format has none"
         apart = ("the head has weights of its own now: its factor is not the embedding's",) if self._copies else ()
-        return (*self._base.notes, note, *apart)
+        return (*self._base.notes, note, *apart, *self._notes)
 
     def reading_bytes(self, name: str) -> int:
         """The base's, and of a multiplied tensor its values before."""

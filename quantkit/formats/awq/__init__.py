@@ -108,9 +108,11 @@ class AwqPacking(Packing):
         return {new: quantization[old] for old, new in FORMER.items() if old in quantization} | dict(quantization)
 
     def variant(self, quantization: Mapping[str, Any]) -> Packing:
-        """The versions gemv and others have other words."""
-        if (version := quantization.get("version") or "gemm") != "gemm":
-            raise ArtifactError(f"quantization_config has AWQ's version {shown(version)}, and only gemm is known")
+        """Refuse other versions, such as gemv, whose words hold other codes."""
+        versions = [quantization.get(key) or "gemm" for key in ("version", "checkpoint_format", "format")]
+        versions += [quantization.get("backend")] * (quantization.get("backend") == "llm-awq")
+        if others := [version for version in versions if str(version).lower() != "gemm"]:
+            raise ArtifactError(f"quantization_config has AWQ's version {shown(others[0])}, and only gemm is supported")
         return self
 
 

@@ -110,13 +110,14 @@ class NormalFloatReader:
 
     def _codes(self, name: str) -> NormalFloatWeight:
         parts = {part: self._stored.read(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in self._all}
-        return NormalFloatWeight(self._stored.read(name), parts)
+        return NormalFloatWeight(_as_bytes(self._stored.read(name)), parts)
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
         if not self._is_quantized(name):
             return None
-        unread = torch.empty(self._stored.shape(name), dtype=torch.uint8, device="meta")
+        dtype = getattr(torch, self._stored.dtype(name))
+        unread = _as_bytes(torch.empty(self._stored.shape(name), dtype=dtype, device="meta"))
         with told(f"{self._folder}: {name} cannot be read", ArtifactError, "Convert again."):
             state = STATES[self._kind]
             return NormalFloatWeight(unread, {state: self._stored.read(f"{name}.{state}")}).shape
@@ -137,6 +138,11 @@ class NormalFloatReader:
         return Counter(self._kind if self._is_quantized(name) else self._stored.dtype(name) for name in self.names())
 
 
+def _as_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """The codes as uint8 [bytes, 1], which other tools store as numbers of any type (`bnb_4bit_quant_storage`)."""
+    return packed.view(torch.uint8).reshape(-1, 1) if packed.shape[1:] == (1,) else packed
+
+
 def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> NormalFloatReader | Int8Reader:
     """Of what bitsandbytes has; raises ArtifactError where config.json does not say which."""
     stored = quantization_of(folder)
@@ -147,7 +153,7 @@ def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]
         return NormalFloatReader(folder, files, config, kind)
     raise ArtifactError(
         f"{folder / 'config.json'}: of bitsandbytes load_in_8bit is read, or load_in_4bit with bnb_4bit_quant_type nf4 "
-        f"or fp4; this is {shown(in_8_bits)}, {shown(in_4_bits)} and {shown(kind)}. Fetch the checkpoint again."
+        f"or fp4; this is {shown(in_8_bits)}, {shown(in_4_bits)} and {shown(kind)}."
     )
 
 

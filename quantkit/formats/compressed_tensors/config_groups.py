@@ -16,7 +16,7 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Layout, QuantizedReader
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._grouped import GroupedReader
-from quantkit.formats._quantization_config import quantization_of
+from quantkit.formats._source_settings import source_settings
 from quantkit.formats.compressed_tensors.scaled import BESIDE, DIVISOR, ScaledReader
 from quantkit.formats.compressed_tensors.schemes import CLASS, FLOAT4, HEAD, is_scaled, scheme_of
 
@@ -83,7 +83,7 @@ def refuse_other_groups(quantization: Mapping[str, Any], folder: Path) -> None:
 
 def open_groups(read_one: ReadOne, folder: Path, files: tuple[str, ...]) -> QuantizedReader:
     """The reader of a folder; `read_one` gives that of one `quantization_config` of one group, without some tensors."""
-    groups = one_by_one(quantization_of(folder))
+    groups = one_by_one(source_settings(folder)[1] or {})
     kinds = [_kind_of(single) for single in groups]
     others: dict[str, set[str]] = {}
     if len(set(kinds)) > 1:
@@ -172,5 +172,5 @@ class GroupsReader:
     def layout(self) -> Layout:
         """There is none: the layouts of codes that are written have one group."""
         raise UnsupportedError(
-            f"{self._folder} has layers of several kinds ({self.quantization()}), and files have one"
+            f"{self._folder} has layers of several kinds ({self.quantization()}), and keep writes one kind only"
         )

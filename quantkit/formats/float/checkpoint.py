@@ -7,6 +7,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.checkpoints.safetensors import TensorInfo, read_bytes, read_header
-from quantkit.checkpoints.side_files import copy_side_files, find_side_files, refuse_side_files
+from quantkit.checkpoints.side_files import (
+    GENERATION,
+    copy_side_files,
+    find_side_files,
+    note_not_copied,
+    refuse_side_files,
+)
+from quantkit.checkpoints.wrapped_names import unwrapped
 from quantkit.errors import SourceError
-from quantkit.models.bounds import refuse_config
+from quantkit.models.bounds import refuse_config, refuse_token_ids
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 from quantkit.models.text_half import config_of, places_of
@@ -40,6 +48,8 @@ class Checkpoint(Source):
         tensors: dict[str, TensorInfo],
     ) -> None:
         self.folder, self.model, self.revision = folder, model, revision
+        stored, tensors = tensors, unwrapped(tensors) if self.format == "float" else tensors
+        self._renamed = next((pair for pair in zip(stored, tensors, strict=True) if pair[0] != pair[1]), None)
         self.config, self.tensors = config, tensors
         self._files = sorted({info.file for info in tensors.values()})
         if (places := places_of(config, tensors)) is None:
@@ -65,8 +75,19 @@ class Checkpoint(Source):
         return self._files
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: names that were changed, what the index leaves out, files that are not copied."""
+        notes = list(_notes_of_index(self.folder))
+        if self._renamed is not None:
+            stored, name = self._renamed
+            notes.append(f"a module wrapper's prefix was cut from the names of tensors: {stored} is read as {name}")
+        return (*notes, *note_not_copied(self.folder), *self._notes)
+
+    @property
     def own_files(self) -> bool:
-        """Whether the files have the names that programs look for: one, or those of the folder's index."""
+        """Whether the files and tensors have the names that programs look for: one file, or those of the index."""
+        if self._renamed is not None:
+            return False
         if (self.folder / INDEX).is_file():
             return set(_read_index(self.folder / INDEX)) == set(self.weight_files)
         return self.weight_files == [SINGLE]
@@ -156,12 +177,25 @@ def _of_one_model(folder: Path, names: list[str]) -> list[str]:
     return names
 
 
+def _notes_of_index(folder: Path) -> Iterator[str]:
+    """What the files hold beside what the index says."""
+    shards = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    named = {name for names in shards.values() for name in names}
+    beside = [(name, file) for file, names in shards.items() for name in read_header(folder / file).keys() - names]
+    if older := sorted(pair for pair in beside if pair[0] in named):
+        what = "is not read" if not older[1:] else f"and {len(older) - 1} more are not read"
+        yield f"{older[0][0]} of {older[0][1]} {what}: the index names another file"
+    if unlisted := sorted(name for name, _ in beside if name not in named):
+        yield f"the index does not list {len(unlisted)} of the tensors that are read: {unlisted[0]}"
+
+
 def _read_index(index: Path) -> dict[str, set[str]]:
     values = read_object(index, SourceError, "Fetch it again.")
-    # transformers asks for `metadata`, too.
     where = values.get("weight_map")
-    if not isinstance(where, dict) or not where or not isinstance(values.get("metadata"), dict):
-        raise SourceError(f"{index} is not a valid shard index. Fetch it again.")
+    if not isinstance(where, dict) or not where:
+        raise SourceError(f"{index} is not a valid shard index: its weight_map is {shown(where)}. Fetch it again.")
+    if not isinstance(values.get("metadata"), dict):
+        raise SourceError(f'{index} has no metadata, without which transformers cannot load it. Add "metadata": {{}}.')
     shards: dict[str, set[str]] = {}
     for tensor, name in where.items():
         if not isinstance(name, str) or Path(name).name != name or "\0" in name or len(name) > LONGEST_NAME:
@@ -200,21 +234,26 @@ def read_folder(folder: Path, model: str, only: str | None = None) -> tuple[dict
     if "model_type" not in config:
         raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
     tensors: dict[str, TensorInfo] = {}
+    # In this order transformers reads all that they hold, and the last tensor of a name counts: the index must agree.
     for shard, promised in _shards(folder, only).items():
         found = read_header(folder / shard)
-        if twice := sorted(found.keys() & tensors.keys()):
+        if twice := sorted((found.keys() & tensors.keys()) - promised):
             raise SourceError(
-                f"{folder} holds the tensor {twice[0]} twice, in {tensors[twice[0]].file} and in {shard}. "
-                "Fetch the checkpoint again."
+                f"{folder} holds the tensor {twice[0]} twice, in {tensors[twice[0]].file} and in {shard}: transformers "
+                "takes the last one, and no index names it. Take the tensor out of one of them."
             )
-        if promised and (differing := sorted(promised ^ found.keys())):
-            which = "lacks the tensor" if differing[0] in promised else "holds the tensor"
+        if missing := sorted(promised - found.keys()):
+            other = tensors.get(missing[0])
+            how = f"{shard} lacks" if other is None else f"{other.file} holds"
             raise SourceError(
-                f"{folder / shard} {which} {differing[0]}, and the index says otherwise. Fetch the checkpoint again."
+                f"{folder}/{how} the tensor {missing[0]}, and the index says otherwise. Fetch the index and all shards "
+                "of one revision; where they are, the index is wrong."
             )
         tensors.update(found)
     if not tensors:
         raise SourceError(f"{folder} holds no tensors. Fetch the checkpoint again.")
     refuse_config(config, len(tensors))
     refuse_side_files(folder)
+    if (generation := folder / GENERATION).is_file():
+        refuse_token_ids(read_object(generation, SourceError, "Fetch it again."), str(generation))
     return config, tensors

@@ -101,8 +101,9 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abst
 def _prepared(source: Source) -> Source:
     from quantkit.formats.gguf.architectures.fitting import fitted
     from quantkit.formats.gguf.architectures.hyperparameters import with_multipliers_inside
+    from quantkit.formats.gguf.plan import without_zero_biases
 
-    return fitted(with_multipliers_inside(source))
+    return without_zero_biases(fitted(with_multipliers_inside(source)))
 
 
 FORMAT = Format(

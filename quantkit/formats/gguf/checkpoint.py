@@ -43,7 +43,7 @@ LEFT_OUT = {
     "n_positions": "context_length",
     "query_pre_attn_scalar": "attention.key_length",
 }
-GIVE_CONFIG = "Give the source's config.json with --config."
+GIVE_CONFIG = "Give the source's config.json with --config, an option of `quantkit import`."
 SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
 SAMPLE = 20_000  # characters of the bundled articles
 FLOAT_TYPES = {"F32", "F16", "BF16"}
@@ -191,6 +191,10 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
                 if number not in range(len(rebuilt)):
                     raise UnsupportedError(f"{path}: its {key} token is {shown(number)} of {len(rebuilt)}. {fix}")
                 setattr(rebuilt, f"{name}_token", rebuilt.convert_ids_to_tokens(number))
+    if names := keys.get("tokenizer.chat_templates"):
+        named = {name: keys.get(f"tokenizer.chat_template.{name}") for name in names}
+        default = {"default": rebuilt.chat_template} if rebuilt.chat_template else {}
+        rebuilt.chat_template = {name: text for name, text in named.items() if isinstance(text, str)} | default
     if ours != llama_cpp_ids(path, text):
         raise UnsupportedError(
             f"{path}: the tokenizer that transformers rebuilds from it gives other ids than llama.cpp. {fix}"

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from quantkit.contracts.method import CalibrationTokens
 from quantkit.errors import ArtifactError, RecipeError
-from quantkit.formats.gguf.file_types import stays_float
-from quantkit.formats.gguf.ggml.library import FAINTEST
+from quantkit.formats.gguf.file_types import block_of, stays_float
+from quantkit.formats.gguf.ggml.library import FAINTEST, WEIGHTED
 from quantkit.formats.gguf.header import Stored, read_header
-from quantkit.formats.gguf.plan import Plan
+from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.untrusted import shown, told
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -135,15 +135,18 @@ def _read_old(path: Path) -> Values:
 
 
 def importance_from(path: Path, plan: Plan) -> Values:
-    """The file's importance by the source's weight names, for every matrix inside the blocks; raises RecipeError."""
+    """The file's importance of matrices inside the blocks, by the source's weight names; raises RecipeError.
+
+    As in llama-quantize, the file may lack tensors; it must have one of them.
+    """
     values = read_imatrix(path)
     importance: Values = {}
     for tensor in plan.tensors:
-        if not tensor.name.startswith("blk.") or stays_float(tensor.name, len(tensor.shape)):
+        if tensor.name not in values or block_of(tensor.name) < 0 or stays_float(tensor.name, len(tensor.shape)):
             continue
-        if tensor.name not in values:
-            raise RecipeError(f"imatrix_file: {path} has no importance for {tensor.name}; it is another model's.")
         size = len(tensor.parts) * tensor.shape[-1]
+        if plan.is_of_heads(tensor) and values[tensor.name].size != size:
+            continue  # llama-imatrix measures each head, and a plan has one row for all
         if values[tensor.name].size != size:
             raise RecipeError(
                 f"imatrix_file: {path} has {values[tensor.name].size} values for {tensor.name}, which needs "
@@ -152,4 +155,12 @@ def importance_from(path: Path, plan: Plan) -> Values:
         rows = values[tensor.name].reshape(len(tensor.parts), -1)
         rows = rows if tensor.columns is None else rows[:, np.argsort(tensor.columns)]
         importance |= dict(zip(tensor.parts, rows, strict=True))
+    if not importance:
+        raise RecipeError(f"imatrix_file: {path} names no tensor of this model, but {shown(min(values))}.")
     return importance
+
+
+def unweighted(plan: Plan, importance: Importance) -> list[PlannedTensor]:
+    """The tensors inside the blocks whose rounding an importance changes, and that have none."""
+    weighted = [tensor for tensor in plan.tensors if block_of(tensor.name) >= 0 and tensor.type in WEIGHTED]
+    return [tensor for tensor in weighted if not importance.keys() >= tensor.parts.keys()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,9 @@ IGNORED = (
 )  # fmt: skip
 ZEROS = "Q2_K"  # the type of tensors of zeros, which have no importance
 GUESSES = ("mtp.", "model.mtp.")  # blocks that guess further tokens; others stand behind the model's own
+
+
+Filled = tuple[TensorSlot, dict[str, str]]  # and transformers' names of its parts -> the checkpoint's
 
 
 @dataclass(frozen=True)
@@ -145,11 +149,12 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
 
     `types` are those of single tensors, see `file_types.choose_types`; `weighted`: there will be an importance.
     """
-    architecture = find_architecture(source)
-    source = unstacked(source, architecture)
-    shape = read_shape(source)
-    scalars = _scalars(source, architecture, shape.blocks)
-    slots = _fill_slots(source, architecture, shape, {name for names in scalars.values() for name in names})
+    source, architecture, shape, scalars, slots, extra = _place(source)
+    if extra:
+        raise UnsupportedError(
+            f"{source.model} has {len(extra)} tensors that have no place in a GGUF file of the architecture "
+            f"{architecture.name} with the {shape.blocks} blocks and settings of its config.json, such as {extra[0]}"
+        )
     shapes: dict[str, tuple[int, ...]] = {
         name: _file_shape(source, architecture, *slot, shape) for name, slot in slots.items()
     }
@@ -190,6 +195,31 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
     return Plan(source, architecture, shape, tuple(tensors), choices, scalars)
 
 
+def without_zero_biases(source: Source) -> Source:
+    """The source without biases of zeros that a file has no place for: AutoGPTQ stored one for each layer."""
+    biases = [name for name, info in source.tensors.items() if name.endswith(".bias") and len(info.shape) == 1]
+    zeros = {name for name in biases if source.info(name).dtype in FLOATS and not source.floats(name).any()}
+    idle: list[str] = []
+    with suppress(SourceError, UnsupportedError):  # which the plan of the file raises again
+        idle = [name for name in _place(source)[-1] if name in zeros] if zeros else []
+    if not idle:
+        return source
+    note = "biases of zeros are left out, since a GGUF file has no place for them"
+    return source.without(idle, f"{note}: {len(idle)}, such as {source.published(idle[0])}")
+
+
+def _place(
+    source: Source,
+) -> tuple[Source, Architecture, Shape, dict[str, tuple[str, ...]], dict[str, Filled], list[str]]:
+    """What `_fill_slots` returns, and before it what it is asked with."""
+    architecture = find_architecture(source)
+    source = unstacked(source, architecture)
+    shape = read_shape(source)
+    scalars = _scalars(source, architecture, shape.blocks)
+    names = {name for names in scalars.values() for name in names}
+    return source, architecture, shape, scalars, *_fill_slots(source, architecture, shape, names)
+
+
 def _order(source: Source, name: str, order: str | None, shape: Shape, count: int) -> RowOrder | None:
     if order is None:
         return None
@@ -212,11 +242,10 @@ def _scalars(source: Source, architecture: Architecture, blocks: int) -> dict[st
     return keys
 
 
-Filled = tuple[TensorSlot, dict[str, str]]  # and transformers' names of its parts -> the checkpoint's
-
-
-def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalars: set[str]) -> dict[str, Filled]:
-    """The slots of the file by name, with what the checkpoint has for each; every other tensor must have one."""
+def _fill_slots(
+    source: Source, architecture: Architecture, shape: Shape, scalars: set[str]
+) -> tuple[dict[str, Filled], list[str]]:
+    """The slots of the file by name, with what the checkpoint has for each; and the tensors that have no slot."""
     heads = [shape.sizes.of_block(block).heads.query for block in range(shape.blocks)]
     slots = tensor_slots(architecture, shape.blocks, shape.experts, heads, head=True)
     stored = [_stored_parts(source, architecture, slot) for slot in slots]  # alternatives share names
@@ -243,17 +272,11 @@ def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalar
             "Fetch the checkpoint again, or give the config.json that belongs to these weights."
         )
     used = tied.union(scalars, *(parts.values() for _, parts in filled.values()))
-    extra = [
+    return filled, [
         name
         for name in source.tensors
         if not (name in used or name.endswith(IGNORED) or guesses_further(name, source, shape.blocks))
     ]
-    if extra:
-        raise UnsupportedError(
-            f"{source.model} has {len(extra)} tensors that have no place in a GGUF file of the architecture "
-            f"{architecture.name} with the {shape.blocks} blocks and settings of its config.json, such as {extra[0]}"
-        )
-    return filled
 
 
 def guesses_further(name: str, source: Source, blocks: int) -> bool:

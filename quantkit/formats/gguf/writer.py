@@ -26,12 +26,12 @@ from quantkit.errors import SourceError
 from quantkit.formats.gguf.architectures.expected_shapes import is_flat
 from quantkit.formats.gguf.architectures.row_orders import RowReader, in_order
 from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS
-from quantkit.formats.gguf.file_types import EMBEDDING, TABLES
+from quantkit.formats.gguf.file_types import TABLES
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
-from quantkit.models.source import Source, refuse_other_values
+from quantkit.models.source import Source
 from quantkit.system.processor import usable_cores
 from quantkit.system.threads import result_of
 
@@ -81,28 +81,24 @@ def plan_file(
     Weights are read only where the checkpoint stores a tied head as well, which has to equal the embedding.
     """
     plan = make_plan(source, file_type, types, weighted)
-    _refuse_another_head(source, plan)
     return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes, weighted)
 
 
-def _refuse_another_head(source: Source, plan: Plan) -> None:
-    head = plan.architecture.head
-    stored = {head, head.removeprefix(plan.architecture.prefix)} & source.tensors.keys() if plan.shape.tied else ()
-    embedding = next(tensor for tensor in plan.tensors if tensor.name == EMBEDDING)
-    for copy in stored:
-        refuse_other_values(source, copy, *embedding.parts.values())
-
-
 def write_file(
-    file: GgufFile, run: Run, importance: Importance, threads: int | None = None, spool: Spool | None = None
+    file: GgufFile,
+    run: Run,
+    importance: Importance,
+    threads: int | None = None,
+    spool: Spool | None = None,
+    partial: bool = False,
 ) -> None:
     """Write the file into `run.folder`. Raises SourceError for weights or importance that ggml would spoil.
 
     `importance` maps names of the source's linear weights to float32 (in_features,) mean squared inputs;
-    empty for plain rounding. The embedding is never weighted. What `spool` holds under a source's name are the rows of
-    that tensor, packed already.
+    empty for plain rounding, `partial` where it may lack some. The embedding is never weighted. `spool` holds rows that
+    are packed already, under the source's names.
     """
-    weights = _weights(file, importance)
+    weights = _weights(file, importance, partial)
     tensors = file.plan.tensors
     with _begun(file, run.folder, file.file_type, tensors) as writer:
         for opened in writer.fout:
@@ -148,8 +144,8 @@ def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor
         writer.close()
 
 
-def _weights(file: GgufFile, importance: Importance) -> dict[str, NDArray[np.float32]]:
-    """Importance (parts, columns) by the tensor's name in the file; weighted types inside the blocks must have one."""
+def _weights(file: GgufFile, importance: Importance, partial: bool) -> dict[str, NDArray[np.float32]]:
+    """Importance (parts, columns) by the tensor's name in the file; unless it is `partial`, weighted types have one."""
     weights: dict[str, NDArray[np.float32]] = {}
     for tensor in file.plan.tensors if importance else ():
         if tensor.type not in WEIGHTED or not tensor.parts or tensor.name in TABLES:
@@ -158,7 +154,7 @@ def _weights(file: GgufFile, importance: Importance) -> dict[str, NDArray[np.flo
         if not missing:
             rows = np.stack([without_silent_runs(importance[part]) for part in tensor.parts])
             weights[tensor.name] = rows if tensor.columns is None else rows[:, tensor.columns]
-        elif file.plan.is_weighted(tensor):
+        elif file.plan.is_weighted(tensor) and not partial:
             raise SourceError(f"{file.source.model}: the calibration gave no importance for {missing[0]}")
     return weights
 
@@ -240,7 +236,7 @@ def _pack(
         name = next(iter(tensor.parts), tensor.name)
         raise SourceError(
             f"{source.model}: the tensor {name} cannot be stored as {tensor.type}: {error}. "
-            "Choose other bits, or mend the checkpoint or the calibration text."
+            f"Choose other bits, or mend the checkpoint{'' if importance is None else ' or the importance'}."
         ) from None
 
 

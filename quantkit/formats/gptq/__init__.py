@@ -38,6 +38,7 @@ from quantkit.formats._grouped_layout import (
 from quantkit.formats._grouped_tells import tells
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import Untouched, quantization_of, recognizes
+from quantkit.formats._source_settings import layer_overrides
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -166,11 +167,11 @@ class GptqPacking(Packing):
 
     def variant(self, quantization: Mapping[str, Any]) -> Packing:
         """Version 2 stores zero points as they are."""
-        version = quantization.get("checkpoint_format") or "gptq"
+        version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
         if not isinstance(version, str) or version not in VERSIONS:
-            raise ArtifactError(f"quantization_config has the checkpoint_format {shown(version)}, not gptq or gptq_v2")
+            raise ArtifactError(f"the checkpoint_format {shown(version)} is not supported, only gptq and gptq_v2 are")
         packing = GptqPacking(VERSIONS[version])
-        packing.told_by_zeros = _has_overrides(quantization)
+        packing.told_by_zeros = bool(layer_overrides(quantization))
         return packing
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
@@ -212,12 +213,6 @@ def _named_bits(quantization: Mapping[str, Any]) -> dict[str, int]:
             )
         bits[name] = own
     return bits
-
-
-def _has_overrides(quantization: Mapping[str, Any]) -> bool:
-    """Whether `dynamic` changes what config.json says of some layers."""
-    dynamic = quantization.get("dynamic")
-    return isinstance(dynamic, dict) and not all(str(pattern).startswith("-:") for pattern in dynamic)
 
 
 PACKING = GptqPacking()

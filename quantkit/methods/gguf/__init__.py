@@ -30,7 +30,7 @@ from quantkit.formats.gguf.file_types import (
     given_type,
 )
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
-from quantkit.formats.gguf.imatrix import importance_from
+from quantkit.formats.gguf.imatrix import importance_from, unweighted
 from quantkit.formats.gguf.plan import Plan, guesses_further
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
 from quantkit.methods.gguf.target import refuse_target, target_of, write_types
@@ -105,6 +105,9 @@ def check(job: Job) -> Checked:
         raise RecipeError(f"rounding gptq changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
     if bits in WEIGHTED_ONLY and not (options.imatrix or options.imatrix_file or feedback):
         raise RecipeError(f"{bits} is made only with an importance. Add --imatrix, --imatrix-file or --rounding gptq.")
+    if options.imatrix_file is not None and (options.imatrix or feedback or bits in UNWEIGHTED):
+        other = "imatrix" if options.imatrix else bits if bits in UNWEIGHTED else "rounding gptq"
+        raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
     _refuse_types(options)
     split_bytes = 0 if options.split_max_size is None else parse_size(options.split_max_size, "split_max_size")
     weighted = options.imatrix_file is not None or _calibrated(options)
@@ -115,12 +118,7 @@ def check(job: Job) -> Checked:
             f"output_tensor_type: the output head of {job.source.model} is tied to its embedding. Give "
             "token_embedding_type, which is the type of both."
         )
-    if options.imatrix_file is not None:
-        if options.imatrix or feedback or bits in UNWEIGHTED:
-            other = "imatrix" if options.imatrix else bits if bits in UNWEIGHTED else "rounding gptq"
-            raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
-        importance_from(Path(options.imatrix_file), file.plan)
-    notes = file.vocabulary.algorithm.notes
+    notes = (*file.vocabulary.algorithm.notes, *_importance_notes(job, file))
     if options.vocab_only:
         given = sorted(job.recipe.options.keys() - {"vocab_only"})
         if given:
@@ -240,6 +238,27 @@ def _refuse_without_importance(job: Job, file: GgufFile) -> None:
     )
 
 
+def _importance_notes(job: Job, file: GgufFile) -> list[str]:
+    """Name the tensors that the importance file lacks; raise RecipeError where a type needs an importance.
+
+    The rules are those of `tensor_requires_imatrix` in llama.cpp's src/llama-quant.cpp.
+    """
+    if (path := job.options.imatrix_file) is None:
+        return []
+    tensors = unweighted(file.plan, importance_from(Path(path), file.plan))
+    needing = IMPORTANCE_ONLY | ({"Q2_K"} if job.bits == "Q2_K_S" else set())
+    if (bare := next((tensor for tensor in tensors if tensor.type in needing), None)) is not None:
+        raise RecipeError(
+            f"imatrix_file: {path} has no importance for {bare.name}, and {bare.type} is made only with one. Give a "
+            f"file that has it, or another type: --tensor-type {bare.name}=Q4_K."
+        )
+    if not tensors:
+        return []
+    names = ", ".join(tensor.name for tensor in tensors[:3]) + (", ..." if tensors[3:] else "")
+    count = f"{len(tensors)} of {len(file.plan.tensors)} tensors"
+    return [f"{count} are rounded without an importance, which the file lacks: {names}"]
+
+
 def write(job: Job, run: Run) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
     file: GgufFile = job.checked.plan
@@ -262,7 +281,7 @@ def write(job: Job, run: Run) -> None:
         finally:
             spool.close()
     elif job.options.imatrix_file is not None:
-        write_file(file, run, importance_from(Path(job.options.imatrix_file), file.plan))
+        write_file(file, run, importance_from(Path(job.options.imatrix_file), file.plan), partial=True)
     elif job.options.imatrix or targeted:
         from quantkit.calibration.importance import measure_importance
 

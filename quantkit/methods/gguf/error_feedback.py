@@ -24,6 +24,7 @@ from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, Floats, KQuant, read_grid, with_codes
 from quantkit.formats.gguf.ggml.scale_refit import refit
+from quantkit.formats.gguf.imatrix import without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods import gptq
 from quantkit.methods.gguf.codebook_feedback import with_feedback
@@ -93,7 +94,7 @@ def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
         return ggml.quantize(name, weight.numpy())
     mean_squares = moments.importance.cpu().to(torch.float32)
     # Inputs that never fire count a little: ggml turns weights without importance to zero.
-    importance = (mean_squares + 1e-6 * mean_squares.mean() + 1e-30).numpy()
+    importance = without_silent_runs((mean_squares + 1e-6 * mean_squares.mean() + 1e-30).numpy())
     slabs = weight.split(rows_together(weight, gptq.SLAB_ELEMENTS))
     return np.concatenate([_rows(name, slab, importance, moments) for slab in slabs])
 

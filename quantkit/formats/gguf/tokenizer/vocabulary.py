@@ -99,6 +99,8 @@ class Vocabulary:
             writer.add_array(SUPPRESSED, self.suppressed)
         if self.chat_template:
             writer.add_chat_template(self.chat_template)
+            if names := writer.kv_data[0].get("tokenizer.chat_templates"):
+                names.value.sort()  # gguf has them in the order of a set, another in each process
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -151,6 +153,11 @@ def _template(source: Source, tokenizer: Any) -> str | list[dict[str, str]] | No
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
         raise UnsupportedError(f"{source.model}: the chat template {wrong[0]} is {shown(texts[wrong[0]])}, not a text")
     if isinstance(template, dict):
+        if len({re.sub("[^0-9A-Za-z]", "_", name) for name in template}) < len(template):  # as gguf writes names
+            raise UnsupportedError(
+                f"{source.model}: two of the chat templates {shown(sorted(template))} would have one name in a GGUF "
+                "file, where all but letters and digits is '_'. Rename one."
+            )
         return [{"name": name, "template": text} for name, text in sorted(template.items())]
     return texts["default"] or None
 
@@ -321,7 +328,7 @@ def _compare(source: Source, tokenizer: Any, follow: Callable[[str], list[int]])
         at = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
         raise UnsupportedError(
             f"{source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs "
-            f"from token {at} on of a probe text. Use another method."
+            f"from token {at} on of a probe text"
         )
     spaced = " a  b "
     return () if follow(spaced) == tokenizer.encode(spaced, add_special_tokens=False) else (OUTER_SPACES,)

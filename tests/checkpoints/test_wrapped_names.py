@@ -1,0 +1,57 @@
+"""Names that torch.compile, DistributedDataParallel, FSDP and peft leave in checkpoints (peft#2957)."""
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_adapters import low_rank, save_adapter
+from tiny_models import changed_copy
+
+from quantkit.checkpoints.adapter import WEIGHTS, open_adapter
+from quantkit.checkpoints.wrapped_names import unwrapped
+from quantkit.conversion.convert import convert
+from quantkit.formats.float.checkpoint import SINGLE as WHOLE
+from quantkit.formats.source import open_source
+
+
+@pytest.mark.parametrize(
+    ("stored", "plain"),
+    [
+        (["_orig_mod.a.b", "_orig_mod.c"], ["a.b", "c"]),
+        (["module._orig_mod.a", "module._orig_mod.b"], ["a", "b"]),
+        (["_orig_mod.module.module.a"], ["a"]),
+        (["base_model.model.model.a", "base_model.model.b"], ["model.a", "b"]),
+        (["model._orig_mod.layers.0._checkpoint_wrapped_module.a", "b"], ["model.layers.0.a", "b"]),
+        (["_fsdp_wrapped_module.a"], ["a"]),
+        (["module.a", "b"], ["module.a", "b"]),  # an own part of that name
+        (["a_orig_mod.b", "submodule.c"], ["a_orig_mod.b", "submodule.c"]),
+        (["_orig_mod.a", "a"], ["_orig_mod.a", "a"]),  # two tensors, whose names are not told apart
+        ([], []),
+    ],
+)
+def test_what_is_cut(stored, plain):
+    assert unwrapped(dict.fromkeys(stored, 1)) == dict.fromkeys(plain, 1)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_a_wrapped_checkpoint_is_the_one_inside(prefix, tiny, tmp_path):
+    def wrap(tensors):
+        named = {prefix + name: tensors.pop(name) for name in list(tensors)}
+        tensors.update(named)
+
+    wrapped = changed_copy(tiny, tmp_path / "wrapped", wrap)
+    one, other = (convert(str(model), "rtn", out=tmp_path / f"of-{model.name}") for model in (wrapped, tiny))
+    assert any(f"{prefix}model.embed_tokens.weight is read as model." in note for note in one.manifest.notes)
+    assert not any("wrapper" in note for note in other.manifest.notes)
+    assert (one.folder / WHOLE).read_bytes() == (other.folder / WHOLE).read_bytes()
+    assert not open_source(str(wrapped)).own_files
+
+
+@pytest.mark.parametrize(("before", "inside"), [("", "_orig_mod."), ("module.", ""), ("_orig_mod.", "")])
+def test_a_wrapped_adapter_is_the_one_inside(before, inside, tiny, tmp_path):
+    path = "model.layers.0.self_attn.q_proj"
+    adapter = save_adapter(tmp_path / "adapter", low_rank(tiny, [path]))
+    named = {
+        before + name.replace("layers", inside + "layers"): value
+        for name, value in load_file(adapter / WEIGHTS).items()
+    }
+    save_file(named, adapter / WEIGHTS)
+    assert list(open_adapter(adapter).updates) == [path]
