@@ -16,7 +16,7 @@ SILENT = "--calibration-text", SAMPLE, "--calibration-length", 32, "--calibratio
 GGUF = "--method", "gguf", "--bits"
 # The options of a refused conversion, what it says, and the options that it advises.
 ADVICE = [
-    ((*GGUF, "IQ1_S"), "Add --imatrix,", (*GGUF, "IQ1_S", "--imatrix")),
+    pytest.param((*GGUF, "IQ1_S"), "Add --imatrix,", (*GGUF, "IQ1_S", "--imatrix"), marks=pytest.mark.slow),
     ((*GGUF, "IQ2_XS"), "or --rounding gptq", (*GGUF, "IQ2_XS", "--rounding", "gptq")),
     ((*GGUF, "Q2_K_S"), "Add --imatrix,", (*GGUF, "Q2_K_S", "--imatrix")),
     ((*GGUF, "Q8_0", "--imatrix"), "Leave it out, or choose Q2_K", (*GGUF, "Q2_K", "--imatrix")),

@@ -59,7 +59,14 @@ def test_a_refusal_hints_at_no_method_that_refuses_too(tmp_path):
     assert str(refusal.value) == f"{str(own.value).rstrip('.')}. {said}{hint}"
 
 
-@pytest.mark.parametrize(("name", "changes"), [("opt", {}), ("olmo", {"rope_scaling": DYNAMIC}), ("gpt_neo", {})])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        pytest.param("opt", {}, marks=pytest.mark.slow),
+        ("olmo", {"rope_scaling": DYNAMIC}),
+        pytest.param("gpt_neo", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_methods_that_a_gguf_refusal_names_convert(name, changes, architecture, tmp_path):
     """The refusing process has left torch out, so another one asks the methods."""
     folder = changed_copy(architecture(name), tmp_path / "model", **changes)
