@@ -62,7 +62,7 @@ class LowRank:
 class Adapter:
     """The adapter in `folder`: `updates` by the layer's path, and tensors that are `replaced`, by name.
 
-    Paths and names are those of transformers' model.
+    Paths and names are those of transformers' model; `unwrapped` says that prefixes of module wrappers were cut.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,9 @@ class Adapter:
         self._config = AdapterConfig(folder)
         self.base = self._config.base
         self.replaced: dict[str, TensorInfo] = {}
-        tensors = unwrapped(_read_weights(folder), (PARALLEL,))
+        stored = _read_weights(folder)
+        tensors = unwrapped(stored, (PARALLEL,))
+        self.unwrapped = tensors.keys() != stored.keys()
         parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
         for name, info in tensors.items():
             self._sort(name, info, parts)

@@ -55,3 +55,4 @@ def test_a_wrapped_adapter_is_the_one_inside(before, inside, tiny, tmp_path):
     }
     save_file(named, adapter / WEIGHTS)
     assert list(open_adapter(adapter).updates) == [path]
+    assert any("wrapper's prefix" in note for note in open_source(str(tiny), adapters=[adapter]).notes)

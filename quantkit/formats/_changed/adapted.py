@@ -66,6 +66,8 @@ class AdaptedSource(ChangedSource):
         notes = [f"{names} merged in float32 into {len(self._changes)} of {len(self.tensors)} tensors"]
         if self._unties:
             notes.append("the head has weights of its own now: the adapter changes only one of embedding and head")
+        if any(adapter.unwrapped for adapter in self._adapters):
+            notes.append("a module wrapper's prefix was cut from the names of an adapter's tensors")
         if (folder := self._tokenizer_folder) is not None:
             notes.append(f"the tokenizer is the one that lies beside the adapter {folder.resolve().name}")
         return (*self._base.notes, *notes, *self._notes)
