@@ -62,7 +62,7 @@ class LowRank:
 class Adapter:
     """The adapter in `folder`: `updates` by the layer's path, and tensors that are `replaced`, by name.
 
-    Paths and names are those of transformers' model; `unwrapped` says that prefixes of module wrappers were cut.
+    Paths and names are those of transformers' model. `unwrapped`: whether wrapper prefixes were cut from its names.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -62,7 +62,7 @@ LARGEST, LARGEST_OBJECT, LARGEST_TEMPLATE = 1 << 26, 1 << 24, 1 << 20
 
 # What is never a text: code, weights, pickles.
 NO_TEXT = (".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".safetensors", ".gguf")
-# What loaders could read: a note names those of them that are not copied.
+# Files that a loader may read. A note names the ones that are not copied.
 READABLE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
 
 
@@ -72,7 +72,7 @@ def matches(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
 
 
 def _named(origin: Path) -> dict[str, Path]:
-    """By name what is called like a side file, of whatever kind it is; a folder is none."""
+    """Return the paths in `origin` whose names are those of side files, by name: files, links and pipes, no folders."""
     paths = (path for folder in (origin, origin / TEMPLATES) if folder.is_dir() for path in sorted(folder.iterdir()))
     names = {path.relative_to(origin).as_posix(): path for path in paths if path.is_symlink() or not path.is_dir()}
     return {name: path for name, path in names.items() if matches(name)}

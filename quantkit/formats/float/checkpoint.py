@@ -85,7 +85,7 @@ class Checkpoint(Source):
 
     @property
     def own_files(self) -> bool:
-        """Whether the files and tensors have the names that programs look for: one file, or those of the index."""
+        """Whether other programs find this model in the folder: by the files' names and the tensors' names."""
         if self._renamed is not None:
             return False
         if (self.folder / INDEX).is_file():
@@ -178,14 +178,14 @@ def _of_one_model(folder: Path, names: list[str]) -> list[str]:
 
 
 def _notes_of_index(folder: Path) -> Iterator[str]:
-    """What the files hold beside what the index says."""
+    """Note the stored tensors that the index assigns to another file or does not list."""
     shards = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     named = {name for names in shards.values() for name in names}
-    beside = [(name, file) for file, names in shards.items() for name in read_header(folder / file).keys() - names]
-    if older := sorted(pair for pair in beside if pair[0] in named):
+    others = [(name, file) for file, names in shards.items() for name in read_header(folder / file).keys() - names]
+    if older := sorted(pair for pair in others if pair[0] in named):
         what = "is not read" if not older[1:] else f"and {len(older) - 1} more are not read"
         yield f"{older[0][0]} of {older[0][1]} {what}: the index names another file"
-    if unlisted := sorted(name for name, _ in beside if name not in named):
+    if unlisted := sorted(name for name, _ in others if name not in named):
         yield f"the index does not list {len(unlisted)} of the tensors that are read: {unlisted[0]}"
 
 

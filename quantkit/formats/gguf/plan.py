@@ -197,11 +197,12 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
 
 def without_zero_biases(source: Source) -> Source:
     """The source without biases of zeros that a file has no place for: AutoGPTQ stored one for each layer."""
-    biases = [name for name, info in source.tensors.items() if name.endswith(".bias") and len(info.shape) == 1]
-    zeros = {name for name in biases if source.info(name).dtype in FLOATS and not source.floats(name).any()}
-    idle: list[str] = []
+    stored = source.tensors.items()
+    biases = {name for name, info in stored if name.endswith(".bias") and len(info.shape) == 1 and info.dtype in FLOATS}
+    extra: list[str] = []
     with suppress(SourceError, UnsupportedError):  # which the plan of the file raises again
-        idle = [name for name in _place(source)[-1] if name in zeros] if zeros else []
+        extra = _place(source)[-1] if biases else []
+    idle = [name for name in extra if name in biases and not source.floats(name).any()]
     if not idle:
         return source
     note = "biases of zeros are left out, since a GGUF file has no place for them"

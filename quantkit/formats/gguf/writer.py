@@ -76,10 +76,7 @@ def plan_file(
     split_bytes: int = 0,
     weighted: bool = False,
 ) -> GgufFile:
-    """Plan a file from headers and the tokenizer; raises UnsupportedError, SourceError.
-
-    Weights are read only where the checkpoint stores a tied head as well, which has to equal the embedding.
-    """
+    """Plan a file from headers and the tokenizer alone; raises UnsupportedError, SourceError."""
     plan = make_plan(source, file_type, types, weighted)
     return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes, weighted)
 
