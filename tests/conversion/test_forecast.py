@@ -33,8 +33,8 @@ from quantkit.system.files import sha256_of
 from quantkit.system.memory import peak_rss_bytes
 
 M = 1_000_000
-# Bytes that a measured peak may be above its forecast, and that a forecast may be above 1.25 times what was measured:
-# libraries that are in memory already when the measurement begins, and freed memory that has gone back.
+# A forecast may miss a measured peak by a quarter of what the work took, and by these bytes: libraries that are in
+# memory already when the measurement begins, and freed memory that has gone back, or not yet.
 ABOVE, BELOW = 40 * M, 80 * M
 
 SMALL = {  # activations, Hessians and the embedding count
@@ -90,7 +90,8 @@ def test_the_peak_is_as_forecast(method, sizes, options, tiny_with, tmp_path):
     told = forked(action, tmp_path / "log").wait(0)
     before, predicted, peak = map(int, told.rpartition("measured")[2].split())
     print(f"\nforecast {predicted / M:.0f} MB, measured {peak / M:.0f} MB, {before / M:.0f} MB before")
-    assert peak - ABOVE <= predicted <= before + 1.25 * (peak - before) + BELOW
+    taken = peak - before
+    assert before + 0.75 * taken - ABOVE <= predicted <= before + 1.25 * taken + BELOW
 
 
 def test_the_proof_of_ctranslate2_counts(one_block, tmp_path):
