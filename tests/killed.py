@@ -22,7 +22,7 @@ from tiny_models import without_progress
 
 from quantkit.cli.app import main
 
-LIMIT = 120
+LIMIT = 600
 """Seconds that a process may take."""
 
 copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))

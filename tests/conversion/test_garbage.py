@@ -22,13 +22,15 @@ QUICK = ("gptq refined", "awq", "gguf auto")
 
 @pytest.fixture
 def left():
-    """What gives the tensors that only the garbage collector can free, since the test's beginning."""
+    """What gives the tensors, of those made since the test's beginning, that only the garbage collector can free."""
 
     def find():
         gc.collect()
-        return [thing for thing in gc.garbage if isinstance(thing, torch.Tensor) and thing.device.type != "meta"]
+        tensors = [thing for thing in gc.garbage if isinstance(thing, torch.Tensor) and id(thing) not in before]
+        return [tensor for tensor in tensors if tensor.device.type != "meta"]
 
     gc.collect()
+    before = {id(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor)}
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     yield find
