@@ -329,10 +329,8 @@ def test_an_interrupted_conversion_goes_on_with_its_choice(mixed, two_blocks, tm
 
 
 def test_bytes_on_the_disk_follow_the_target(two_blocks, tmp_path):
-    small, large = (
-        check(prepare_job(str(two_blocks), "rtn", "auto", target_bpw=target, group_size=GROUP), tmp_path).job.checked
-        for target in (3.0, 5.0)
-    )
+    jobs = (prepare_job(str(two_blocks), "rtn", "auto", target_bpw=target, group_size=GROUP) for target in (3.0, 5.0))
+    small, large = (check(job, tmp_path / "out").job.checked for job in jobs)
     weights = sum(np.prod(shape_of(name)) for name in MODULES)
     assert large.nbytes - small.nbytes == pytest.approx(2.0 * weights / 8, abs=2)
 
