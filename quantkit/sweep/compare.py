@@ -19,12 +19,10 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion.agreement import refuse_untrue
-from quantkit.conversion.check import CheckedJob, prepare
+from quantkit.conversion.check import ReadyJob, place_for, prepare
 from quantkit.conversion.check import check as check_job
-from quantkit.conversion.convert import refuse_own_source
 from quantkit.conversion.convert import run as run_conversion
 from quantkit.conversion.manifest import portable, side_hashes
-from quantkit.conversion.staging import refuse_existing
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
 from quantkit.evaluation import process
@@ -35,7 +33,16 @@ from quantkit.evaluation.forecast.memory import ends_of, foresee, holding_of
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
 from quantkit.progress import Pieces, Progress
-from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EngineSpec, EvaluationSpec, Variant, parse
+from quantkit.recipe import (
+    CalibrationSpec,
+    CompareRecipe,
+    ConvertRecipe,
+    EngineSpec,
+    EvaluationSpec,
+    ResourceSpec,
+    Variant,
+    parse,
+)
 from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet
@@ -163,7 +170,7 @@ def _piece(job: Job, tokens: int) -> tuple[str, float]:
     return "calibration", CONVERSION_COST + CALIBRATION_COST * spec.sequences * spec.length / tokens
 
 
-def _how_judged(judgement: Judgement, jobs: Sequence[CheckedJob], source: Source) -> Iterator[str]:
+def _how_judged(judgement: Judgement, jobs: Sequence[ReadyJob], source: Source) -> Iterator[str]:
     """What will be judged whole by which engine, and what block by block, as far as memory can be forecast.
 
     One line for each of the two. Whole ones are named engine by engine, with the memory of the largest.
@@ -216,7 +223,7 @@ def folder_of(out: Path, job: Job) -> Path:
     return out / "artifacts" / safe_name(job.recipe.label)
 
 
-def checked_jobs(recipe: CompareRecipe, source: Source, out: Path, max_memory: int | None = None) -> list[CheckedJob]:
+def checked_jobs(recipe: CompareRecipe, source: Source, out: Path, max_memory: int | None = None) -> list[ReadyJob]:
     """Check every variant before the first is converted; `max_memory` in bytes, by default what is free here."""
     jobs = [
         prepare(
@@ -232,7 +239,7 @@ def checked_jobs(recipe: CompareRecipe, source: Source, out: Path, max_memory: i
                 seed=recipe.seed,
             ),
             source,
-            recipe.device,
+            ResourceSpec(device=recipe.device, max_memory_gb=None if max_memory is None else max_memory / 1e9),
         )
         for variant in recipe.variants
     ]
@@ -241,17 +248,16 @@ def checked_jobs(recipe: CompareRecipe, source: Source, out: Path, max_memory: i
         if folders.count(folder) > 1:
             raise RecipeError(f"two variants are named {folder.name}; leave one out")
     for job, folder in zip(jobs, folders, strict=True):
-        refuse_existing(folder, force=True)
-        refuse_own_source(job, folder)
-    return [check_job(job, folder, max_memory) for job, folder in zip(jobs, folders, strict=True)]
+        place_for(job, folder, force=True)
+    return [check_job(job, folder, force=True) for job, folder in zip(jobs, folders, strict=True)]
 
 
-def artifact_of(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact:
+def artifact_of(checked: ReadyJob, folder: Path, progress: Progress) -> Artifact:
     """Use the finished artifact of the same recipe and source, or convert."""
-    return kept_artifact(checked, folder) or run_conversion(checked, folder, force=True, progress=progress)
+    return kept_artifact(checked, folder) or run_conversion(checked, progress)
 
 
-def kept_artifact(checked: CheckedJob, folder: Path) -> Artifact | None:
+def kept_artifact(checked: ReadyJob, folder: Path) -> Artifact | None:
     """The finished artifact of the same recipe and source, if there is one."""
     if (folder / MANIFEST).is_file():
         try:

@@ -10,7 +10,7 @@ import psutil
 
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
-from quantkit.conversion.check import CheckedJob
+from quantkit.conversion.check import ReadyJob
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import DependencyError, QuantkitError, RecipeError
 from quantkit.evaluation.evaluate import Judgement
@@ -68,7 +68,7 @@ class _OfModel:
     source: Source
     text: Text
     most_memory: int | None
-    variants: dict[str, tuple[CheckedJob, Artifact | None]] = field(default_factory=dict)
+    variants: dict[str, tuple[ReadyJob, Artifact | None]] = field(default_factory=dict)
     judgements: dict[str, Judgement] = field(default_factory=dict)
 
     def look(self, task: Task) -> tuple[Path | None, int | None]:
@@ -92,7 +92,7 @@ class _OfModel:
             needs.append(settled.baseline.memory)
         return None, _beside_us(needs)
 
-    def _variant(self, task: Task) -> tuple[CheckedJob, Artifact | None]:
+    def _variant(self, task: Task) -> tuple[ReadyJob, Artifact | None]:
         if task.variant not in self.variants:
             [checked] = checked_jobs(task.recipe, self.source, task.out, self.most_memory)
             self.variants[task.variant] = checked, kept_artifact(checked, folder_of(task.out, checked.job))
@@ -105,7 +105,7 @@ class _OfModel:
             self.judgements[task.variant] = prepare_judgement(model, spec, self.text, engine, self.source, limit)
         return self.judgements[task.variant]
 
-    def _memory_of_copy(self, task: Task, checked: CheckedJob) -> int | None:
+    def _memory_of_copy(self, task: Task, checked: ReadyJob) -> int | None:
         """Of judging what is still to be made; None where it is not forecast, or will be judged block by block."""
         judgement = self._judgement(task, Model(None, self.source))
         job = checked.job

@@ -11,14 +11,14 @@ from edits import edit_json, put
 from engine_logits import far_apart, logits_by
 from quantized_folders import decompressed
 from tiny_llama import LINEARS, SHAPES
-from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
+from tiny_models import CALIBRATION, CALIBRATION_FLAGS, prepare_job, quantkit
 from trials import dense_values, read_all, read_back
 
 from quantkit import convert, open_artifact, verify
 from quantkit.calibration import sensitivity
 from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.registry import find_format
-from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.check import check
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.engine_choice import choose as choose_engine
 from quantkit.formats._quantization_config import quantization_of
@@ -329,10 +329,8 @@ def test_an_interrupted_conversion_goes_on_with_its_choice(mixed, two_blocks, tm
 
 
 def test_bytes_on_the_disk_follow_the_target(two_blocks, tmp_path):
-    small, large = (
-        check(prepare_job(str(two_blocks), "rtn", "auto", target_bpw=target, group_size=GROUP), tmp_path).job.checked
-        for target in (3.0, 5.0)
-    )
+    jobs = (prepare_job(str(two_blocks), "rtn", "auto", target_bpw=target, group_size=GROUP) for target in (3.0, 5.0))
+    small, large = (check(job, tmp_path / "out").job.checked for job in jobs)
     weights = sum(np.prod(shape_of(name)) for name in MODULES)
     assert large.nbytes - small.nbytes == pytest.approx(2.0 * weights / 8, abs=2)
 
