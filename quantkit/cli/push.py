@@ -11,7 +11,7 @@ import typer
 from quantkit.cli.options import JsonOption, save, say
 
 if TYPE_CHECKING:
-    from quantkit.publishing.plan import Plan
+    from quantkit.publishing.push import Plan
 
 
 def push(
@@ -39,7 +39,7 @@ def push(
     import json as json_module
 
     from quantkit.cli.progress import shown
-    from quantkit.publishing.plan import plan as planned
+    from quantkit.publishing.push import plan as planned
     from quantkit.publishing.push import push as pushing
 
     if dry_run:

@@ -10,8 +10,7 @@ from made_up_reports import sheet
 from test_hostile_names import NAME
 from test_page import hostile
 
-from quantkit.report.page.page import page
-from quantkit.report.page.view import View
+from quantkit.report.page import page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FOUND = next(filter(None, map(shutil.which, NAMES)), None)
@@ -59,7 +58,7 @@ def test_columns_sort_and_the_picture_shows_the_chosen_model(tmp_path):
         choice.dispatchEvent(new Event('change'));
         return { ...found, chosen: all('#chart a').map((a) => a.getAttribute('aria-label')) };
     })()"""
-    found, complaints = opened(tmp_path, without_policy(page(View(two))), steps)
+    found, complaints = opened(tmp_path, without_policy(page(two)), steps)
     assert complaints == []
     up, down = ([float(cell.split()[0]) for cell in found[way]] for way in ("up", "down"))
     assert len(up) == 10
@@ -71,7 +70,7 @@ def test_columns_sort_and_the_picture_shows_the_chosen_model(tmp_path):
     model, label, *figures = found["row"]
     assert figures == [measure.cells[two.columns.index(label)] for measure in two.rows(model)]
     assert (found["all"], len(found["chosen"])) == (10, 5)
-    kld = two.reports(two.models[1])[1].find("kld")
+    kld = two.variants(two.models[1])[1].find("kld")
     assert found["chosen"][1].startswith(f"org/model-1, awq-1; KLD from source, nats: {float(f'{kld.value:.4g}')}")
 
 

@@ -15,7 +15,7 @@ from test_sweep import figures as figures_of
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.recipe import load_recipe
-from quantkit.report.sheet import read_places
+from quantkit.report.table import read_places
 from quantkit.sweep.executor import Needs
 from quantkit.sweep.run import run
 from quantkit.sweep.state import place_of
