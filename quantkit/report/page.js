@@ -51,7 +51,7 @@
   const shown = (value) => (value >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
 
   function scale(values, from, to, share) {
-    const room_for = Math.max(2, Math.min(6, Math.floor(Math.abs(to - from) / 70)));
+    const most = Math.max(2, Math.min(6, Math.floor(Math.abs(to - from) / 70)));
     let low = Math.min(...values), high = Math.max(...values);
     const logarithmic = low > 0 && high / low > 8;
     if (logarithmic) {
@@ -63,7 +63,7 @@
     const place = (value) => from + (((logarithmic ? Math.log10(value) : value) - low) / (high - low)) * (to - from);
     const ticks = [];
     if (logarithmic) {
-      const powers = ((high - low) * 6) / room_for;
+      const powers = ((high - low) * 6) / most;
       const steps = powers > 3 ? [1] : powers > 1.5 ? [1, 3] : [1, 2, 5];
       for (let power = Math.floor(low); power <= high; power++) {
         for (const step of steps) {
@@ -72,7 +72,7 @@
         }
       }
     } else {
-      const rough = (high - low) / room_for, ten = 10 ** Math.floor(Math.log10(rough));
+      const rough = (high - low) / most, ten = 10 ** Math.floor(Math.log10(rough));
       const step = [1, 2, 5, 10].map((x) => x * ten).find((x) => x >= rough);
       for (let at = Math.ceil(low / step) * step; at <= high; at += step) ticks.push(Math.abs(at) < step / 2 ? 0 : at);
     }
@@ -262,11 +262,12 @@
           const box = [left, top, left + wide, top + 12];
           const spot = { box, led, x: label.px, y: label.py, endX: (box[0] + box[2]) / 2, endY: top + 6 };
           const others = labels.filter((other) => Math.hypot(other.px - label.px, other.py - label.py) > 10);
-          const nearer = others.some((other) => far(box, other) < far(box, label));
+          const next = Math.min(...others.map((other) => far(box, other))), nearer = next < far(box, label) + 3;
           const crossed = others.filter((other) => crosses(spot, [other.px - 5, other.py - 5, other.px + 5, other.py + 5]));
           const inside = box[0] > LEFT && box[2] < RIGHT + 18 && box[1] > 2 && box[3] < BOTTOM;
-          const hidden = taken.filter((other) => over(box, other)).length + (nearer && !led);
-          spot.cost = (inside ? 0 : 1000) + 10 * hidden + 2 * (crossed.length + nearer) + 0.02 * number;
+          const hidden = taken.filter((other) => over(box, other)).length;
+          const wrong = !inside || (nearer && !led); // would be cut off, or taken for another mark's
+          spot.cost = (wrong ? 1000 : 0) + 10 * (hidden + (nearer && next < 16)) + 2 * crossed.length + 0.02 * number;
           return spot;
         });
       }
@@ -306,11 +307,9 @@
       html("span", words, place);
     }
 
-    let drawn = document.documentElement.clientWidth;
-    window.addEventListener("resize", () => {
-      if (drawn !== document.documentElement.clientWidth) redraw();
-      drawn = document.documentElement.clientWidth;
-    });
+    new ResizeObserver(([{ contentRect }]) => {
+      if (contentRect.width && Math.round(contentRect.width) !== RIGHT + 20) redraw();
+    }).observe(document.getElementById("drawing"));
   }
 
   // Data: what is packed in the page is saved as it was.
