@@ -255,7 +255,7 @@ def send(plan: Plan, token: str, create: bool, private: bool, progress: Progress
                         api.preupload_lfs_files(plan.repo, [operation], free_memory=False)
                         advance(upload.nbytes)
                 title = f"{plan.artifact.label} of {one_line(plan.artifact.manifest.source.name, 80)}"
-                changes = [*operations, *map(CommitOperationDelete, removed)]
+                changes = [*operations, *(CommitOperationDelete(name) for name in removed)]
                 # Refused where somebody else has committed since.
                 commit = api.create_commit(plan.repo, changes, commit_message=title, parent_commit=info.sha).oid
                 advance(sum(upload.nbytes for upload in sent if upload.name not in large))

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, WeightError, open_artifact
@@ -110,30 +109,38 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
         **inherited,
     }
     usage = (method.usage or REFERENCE_ONLY).replace("{file}", manifest.weight_files[0])
-    return _template().render(
-        m=manifest,
-        name=Path(source.model).name,
-        metadata=Markup(yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)),
-        summary=Markup(method.summary[0].upper() + method.summary[1:]),
-        reference=Markup(method.reference),
-        usage=Markup(usage.replace("{transformers}", TRANSFORMERS.strip()).strip()),
-        weights=[f"sha256 {v[:12]} ({k})" for k, v in source.hashes.items() if k != "config.json"],
-        measured=Markup(_measured("Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.")),
+    return (
+        templates(escaped, html=False)
+        .get_template("card.md")
+        .render(
+            m=manifest,
+            name=Path(source.model).name,
+            metadata=Markup(yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)),
+            summary=Markup(method.summary[0].upper() + method.summary[1:]),
+            reference=Markup(method.reference),
+            usage=Markup(usage.replace("{transformers}", TRANSFORMERS.strip()).strip()),
+            weights=[f"sha256 {v[:12]} ({k})" for k, v in source.hashes.items() if k != "config.json"],
+            measured=Markup(_measured("Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.")),
+        )
     )
 
 
-@cache
-def _template() -> Template:
-    """card.md; what it is given is text in Markdown, whoever wrote it, but for our own Markup."""
+def templates(shown: Callable[[str], str], html: bool) -> Environment:
+    """The templates of this folder: what they are given is `shown` as text, but for our own Markup.
+
+    An unknown name in a template is an error.
+    """
     made = Environment(
         loader=PackageLoader("quantkit", "report"),
+        autoescape=html,
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
-        finalize=lambda value: value if isinstance(value, Markup) else escaped(str(value)),
+        finalize=lambda value: value if isinstance(value, Markup) else shown(str(value)),
     )
-    made.globals |= {f.__name__: f for f in (counts, first_versions, megabytes, option_value, weight_error)}
-    return made.get_template("card.md")
+    functions = (convert_command, counts, first_versions, megabytes, operand, option_value, shell_words, weight_error)
+    made.globals |= {function.__name__: function for function in functions}
+    return made
 
 
 def option_value(value: object) -> str:

@@ -11,16 +11,15 @@ import gzip
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.errors import ArtifactError, one_line
-from quantkit.report.card import convert_command, counts, first_versions, operand, shell_words, weight_error
+from quantkit.report.card import templates
 from quantkit.report.records import NAMES, Measurement, Report, noise_of
 from quantkit.report.statistics import HIGHER, best
 from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTILE, QUALITY, Table, labelled, megabytes
@@ -108,22 +107,12 @@ def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str
     return found, list(dict.fromkeys(remarks))
 
 
-@cache
 def environment() -> Environment:
-    """The templates: what they are given is escaped, on one line, and an unknown name is an error."""
-    made = Environment(
-        loader=PackageLoader("quantkit", "report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else one_line(str(value), LONGEST),
-    )
+    """The page's templates; all that they are given is escaped and on one line."""
+    made = templates(lambda text: one_line(text, LONGEST), html=True)
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    functions = (convert_command, counts, divergence, first_versions, operand, shell_words, short, weight_error)
-    made.globals |= {function.__name__: function for function in functions}
     made.globals |= {"EMPTY": EMPTY, "LEGEND": LEGEND, "PERCENTILE": PERCENTILE, "STEPS": STEPS}
-    made.globals["fixed"] = "{:z.4f}".format
+    made.globals |= {"divergence": divergence, "fixed": "{:z.4f}".format, "short": short}
     made.filters |= {"code": _code, "yaml": lambda value: yaml.safe_dump(value, sort_keys=False, width=100)}
     return made
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 FAR = 3.0  # perplexities beyond this many times the source's are drawn at the upper edge
 TOGETHER = 3  # models in one panel
-COVERED = 8  # pixels between marks of which one covers the other
-SHARED = "#404040"  # of what marks of several colours have in common
 MARK = 5  # pixels from the middle of a mark to its sides, with some room
 # Where a label may be, in points from its mark: the nearer ones first.
 SPOTS = [
@@ -36,8 +34,9 @@ SPOTS = [
     for turn in map(math.radians, (0, 180, 35, 145, -35, -145, 65, 115, -65, -115, 15, 165, -15, -165, 80, -80))
 ]
 IS_LED = np.array([math.hypot(*spot) > 12 for spot in SPOTS])  # points: a label further away has a line to its mark
-# What a spot costs: outside of the axes, for each thing that it hides, for each mark that its line crosses or that it
-# is nearer to than to its own, and for its distance.
+RANK = np.arange(len(SPOTS))
+# What a spot costs: outside of the axes, or nearer to another mark without a line; for each thing that it hides, for
+# each mark that its line crosses, and for its distance.
 OUTSIDE, HIDDEN, CROSSED, FURTHER = 1000.0, 10.0, 2.0, 0.02
 ROUNDS = 8  # of placing all labels
 
@@ -164,56 +163,27 @@ def obstacles(axes: Any, points: Sequence[Point]) -> Boxes:
     for p in points:
         x, y = at((p.size, p.height))
         up = abs(at((p.size, p.height + p.error))[1] - y) if p.height == p.perplexity else 0
-        boxes.append(_around(x, y, MARK, max(up, MARK)))
+        boxes.append((x - MARK, y - max(up, MARK), x + MARK, y + max(up, MARK)))
         if p.method is None:
             boxes.append((left, y - 1, right, y + 1))
     for line in axes.get_lines():
-        for (x0, y0), (x1, y1) in pairwise(at(line.get_xydata())) if line.get_linestyle() == "-" else ():
-            steps = np.linspace(0, 1, 1 + max(2, int(math.hypot(x1 - x0, y1 - y0) / 4)))
-            boxes += [_around(x0 + (x1 - x0) * step, y0 + (y1 - y0) * step, 1, 1) for step in steps]
+        for start, end in pairwise(at(line.get_xydata())) if line.get_linestyle() == "-" else ():
+            steps = np.linspace(start, end, 1 + max(2, int(math.dist(start, end) / 4)))
+            boxes += np.concatenate([steps - 1, steps + 1], axis=1).tolist()
     return np.array(boxes)
 
 
-def _around(x: float, y: float, across: float, up: float) -> tuple[float, float, float, float]:
-    return x - across, y - up, x + across, y + up
-
-
 def _write_labels(axes: Any, points: Sequence[Point]) -> None:
-    """Write the labels; what several models' marks at one place have in common is written once."""
-    labels = _labels(axes, points)
+    """Write each label where it costs least."""
     sizes = []
-    for label in labels:
-        text = _write(axes, label, SPOTS[0])
+    for point in points:
+        text = _write(axes, point, SPOTS[0])
         sizes.append(_extent(text).size)
         text.remove()
-    found = places(
-        np.array([_middle(axes, label) for label in labels]),
-        np.array(sizes),
-        np.array([_middle(axes, point) for point in points]),
-        obstacles(axes, points),
-        (axes.get_window_extent().extents, axes.figure.dpi / 72),
-    )
-    for label, spot in zip(labels, found, strict=True):
-        _extent(_write(axes, label, spot))
-
-
-def _middle(axes: Any, point: Point) -> tuple[float, float]:
-    """Where a point's mark is, in pixels."""
-    x, y = axes.transData.transform((point.size, point.height))
-    return float(x), float(y)
-
-
-def _labels(axes: Any, points: Sequence[Point]) -> list[Point]:
-    """The points that get a label: of those whose marks cover each other and that say the same, one, in grey."""
-    labels: list[Point] = []
-    for point in points:
-        for i, other in enumerate(labels):
-            if other.text == point.text and math.dist(_middle(axes, other), _middle(axes, point)) < COVERED:
-                labels[i] = replace(other, colour=SHARED if point.colour != other.colour else other.colour)
-                break
-        else:
-            labels.append(point)
-    return labels
+    middles = axes.transData.transform([(point.size, point.height) for point in points])
+    frame, pixels = axes.get_window_extent().extents, axes.figure.dpi / 72
+    for point, spot in zip(points, places(middles, sizes, obstacles(axes, points), frame, pixels), strict=True):
+        _extent(_write(axes, point, spot))
 
 
 def _extent(label: Any) -> Any:
@@ -244,42 +214,45 @@ def _write(axes: Any, point: Point, spot: tuple[int, int]) -> Any:
 
 
 def places(
-    middles: Boxes, sizes: Boxes, marks: Boxes, taken: Boxes, frame: tuple[Boxes, float]
+    middles: Boxes, sizes: Sequence[tuple[float, float]], taken: Boxes, frame: Boxes, pixels: float
 ) -> list[tuple[int, int]]:
     """Return for each label its place in points from its mark.
 
-    `middles` (L, 2) of the labels' marks, `sizes` (L, 2) of their words, `marks` (M, 2) that a line should not cross
-    and that no label without a line should be nearer to, `taken` (N, 4) that no label may lie on, all in pixels.
-    `frame`: the box that all labels stay in, and the pixels of a point.
+    `middles` (L, 2) of the marks, `sizes` of the L labels' words, `taken` (N, 4) that no label may lie on, `frame` (4,)
+    that all labels stay in: all in pixels, of which a point has so many.
     """
-    (left, low, right, high), pixels = frame
-    boxes, costs = [], []
-    for (x, y), (wide, tall) in zip(middles, sizes, strict=True):
-        mine = []
+    shapes, costs = [], []
+    for mark, (wide, tall) in zip(middles, sizes, strict=True):
+        corners = []
         for dx, dy in SPOTS:
             across, up = _alignment(dx, dy)
-            x0 = x + dx * pixels - (0 if across == "left" else wide)
-            y0 = y + dy * pixels - tall * {"bottom": 0.0, "center": 0.5, "top": 1.0}[up]
-            mine.append((x0, y0, x0 + wide, y0 + tall))
-        box = np.array(mine)
-        others = marks[np.hypot(*(marks - (x, y)).T) > 2 * MARK]
-        out = (box[:, 0] < left) | (box[:, 1] < low) | (box[:, 2] > right) | (box[:, 3] > high)
-        nearer = _distances(box, others).min(1, initial=np.inf) < _distances(box, np.array([(x, y)]))[:, 0]
-        around = np.concatenate([others - MARK, others + MARK], axis=1)
-        crossed = IS_LED * _crossed((x, y), box, around).sum(1)
-        hidden = _overlaps(box, taken).sum(1) + (nearer & ~IS_LED)
-        boxes.append(box)
-        costs.append(OUTSIDE * out + HIDDEN * hidden + CROSSED * (crossed + nearer) + FURTHER * np.arange(len(SPOTS)))
-    numbers = range(len(middles))
-    orders = [sorted(numbers, key=lambda i: (sign * middles[i][way], i)) for way in (1, 0) for sign in (-1, 1)]
-    tried = [_chosen(order, middles, boxes, costs) for order in orders]
-    return [SPOTS[place] for _, place in sorted(min(tried, key=lambda chosen: chosen[0])[1].items())]
+            left = mark[0] + dx * pixels - (0 if across == "left" else wide)
+            low = mark[1] + dy * pixels - tall * {"bottom": 0.0, "center": 0.5, "top": 1.0}[up]
+            corners.append((left, low, left + wide, low + tall))
+        boxes = np.array(corners)
+        line = np.linspace(np.broadcast_to(mark, (len(SPOTS), 2)), (boxes[:, :2] + boxes[:, 2:]) / 2, 40, axis=1)
+        line[~IS_LED] = np.nan  # which lies on nothing
+        shape = np.concatenate([boxes[:, None], np.concatenate([line - 1, line + 1], axis=2)], axis=1)
+        others = middles[np.hypot(*(middles - mark).T) > 2 * MARK]
+        own = _distances(boxes, mark[None])[:, 0]
+        nearer = _distances(boxes, others).min(1, initial=np.inf) < own
+        out = (boxes[:, :2] < frame[:2]).any(1) | (boxes[:, 2:] > frame[2:]).any(1)
+        crossed = sum(_overlap(shape, np.concatenate([other - MARK, other + MARK])).any(1) for other in others)
+        hidden = _overlap(boxes[:, None], taken).sum(1)
+        shapes.append(shape)
+        costs.append(
+            OUTSIDE * (out | (nearer & ~IS_LED)) + HIDDEN * hidden + CROSSED * (crossed + nearer) + FURTHER * RANK
+        )
+    orders = [np.argsort(sign * middles[:, way], kind="stable") for way in (1, 0) for sign in (-1, 1)]
+    tried = [_chosen(order.tolist(), shapes, costs) for order in orders]
+    return [SPOTS[place] for _, place in sorted(min(tried, key=lambda found: found[0])[1].items())]
 
 
-def _chosen(
-    order: Sequence[int], middles: Boxes, boxes: Sequence[Boxes], costs: Sequence[Boxes]
-) -> tuple[float, dict[int, int]]:
-    """What all labels cost, and the spot of each: in turn where it costs least next to those that are placed."""
+def _chosen(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -> tuple[float, dict[int, int]]:
+    """What all labels cost, and the spot of each: in turn where it costs least next to those that are placed.
+
+    `shapes` (S, 1 + K, 4) have at each spot the box of the words, and points of the line to the mark.
+    """
     chosen: dict[int, int] = {}
     for _ in range(ROUNDS):
         total, before = 0.0, dict(chosen)
@@ -287,10 +260,9 @@ def _chosen(
             cost = costs[i]
             for j, place in chosen.items():
                 if j != i:
-                    theirs = boxes[j][place][None]
-                    cost = cost + HIDDEN * _overlaps(boxes[i], theirs)[:, 0]
-                    cost = cost + HIDDEN * IS_LED * _crossed(middles[i], boxes[i], theirs)[:, 0]
-                    cost = cost + HIDDEN * IS_LED[place] * _crossed(middles[j], theirs, boxes[i])[0]
+                    theirs = shapes[j][place]
+                    cost = cost + HIDDEN * _overlap(shapes[i], theirs[0]).any(1)
+                    cost = cost + HIDDEN * _overlap(shapes[i][:, :1], theirs).any(1)
             chosen[i] = int(cost.argmin())
             total += float(cost.min())
         if chosen == before:
@@ -298,25 +270,16 @@ def _chosen(
     return total, chosen
 
 
-def _overlaps(boxes: Boxes, others: Boxes) -> NDArray[np.bool_]:
-    """(B, O): which boxes overlap which others."""
-    a, b = boxes[:, None], others[None]
-    overlaps: NDArray[np.bool_] = (a[..., :2] <= b[..., 2:]).all(-1) & (b[..., :2] <= a[..., 2:]).all(-1)
-    return overlaps
+def _overlap(boxes: Boxes, others: Boxes) -> NDArray[np.bool_]:
+    """Which boxes overlap which others, (..., 4) each."""
+    overlap: NDArray[np.bool_] = np.all(
+        (boxes[..., :2] <= others[..., 2:]) & (others[..., :2] <= boxes[..., 2:]), axis=-1
+    )
+    return overlap
 
 
 def _distances(boxes: Boxes, points: Boxes) -> Boxes:
     """(B, P): pixels from boxes to points; 0 inside."""
-    a, b = boxes[:, None], points[None]
-    gaps: Boxes = np.maximum(np.maximum(a[..., :2] - b, b - a[..., 2:]), 0)
-    return np.hypot(gaps[..., 0], gaps[..., 1])
-
-
-def _crossed(mark: Any, boxes: Boxes, others: Boxes) -> NDArray[np.bool_]:
-    """(B, O): whether the line from a mark to the middle of each box goes through each other box."""
-    start = np.asarray(mark)
-    steps = (boxes[:, :2] + boxes[:, 2:]) / 2 - start + 1e-9
-    ends = (others.reshape(1, -1, 2, 2) - start) / steps[:, None, None]  # shares of the line, at two corners
-    into, out = ends.min(2).max(-1), ends.max(2).min(-1)
-    crossed: NDArray[np.bool_] = (into <= out) & (out >= 0) & (into <= 1)
-    return crossed
+    low, high = boxes[:, None, :2] - points, points - boxes[:, None, 2:]
+    distances: Boxes = np.linalg.norm(np.maximum(np.maximum(low, high), 0), axis=-1)
+    return distances

@@ -21,8 +21,9 @@ from quantkit.recipe import CalibrationSpec, ConvertRecipe, load_recipe
 from quantkit.report import page as page_module
 from quantkit.report.card import convert_command
 from quantkit.report.page import WITHOUT_SUMS, histogram, page
+from quantkit.report.plot import points_of
 from quantkit.report.records import ModelEntry
-from quantkit.report.table import Table, joined, read_tables
+from quantkit.report.table import COLOURS, Table, joined, read_tables
 
 VOID = {"meta", "br"}
 RECIPES = [
@@ -73,7 +74,7 @@ def saved(content, name):
 def answer(content):
     """What the page says first of each model."""
     paragraphs = re.findall(r'<p class="answer">(.*?)</p>', content, re.DOTALL)
-    return " ".join(" ".join(re.sub(r"<[^>]*>", "", paragraph).split()) for paragraph in paragraphs)
+    return " ".join(" ".join(unescape(re.sub(r"<[^>]*>", "", paragraph)).split()) for paragraph in paragraphs)
 
 
 def data_of(content):
@@ -179,6 +180,13 @@ def test_the_first_sentence_names_what_was_asked_for():
     # A third of float16: 1,000,000 weights in 16 bits have 2 MB.
     assert "The best of at most 0.7 MB (a third of float16) is small (0.5 MB, KLD 0." in words
     assert words.endswith("The fastest is middle (20 ms/token @ 1 thread).")
+    # And what is to be said against it.
+    assert "± 0.0125), but its KLD is above 0.1. The fastest" in words
+    poor = made.reports[1].model_copy(update={"measurements": tuple(
+        m.model_copy(update={"value": 40.0}) if m.name == "perplexity" else m for m in made.reports[1].measurements
+    )})  # fmt: skip
+    words = answer(page(joined([(None, Table((made.reports[0], poor)))])))
+    assert "but its KLD is above 0.1 and its perplexity is 2.0 times the source's." in words
     words = answer(page(made, max_kld=0.0001, max_bytes=1e5))
     assert "no copy has a KLD of at most 0.0001; the nearest is large" in words
     assert "No copy has at most 0.1 MB." in words
@@ -211,6 +219,11 @@ def test_the_picture_has_every_figure_with_its_error(two, content):
     assert point["values"]["KLD from source"] == [kld.value, kld.stderr]
     assert point["values"]["file size"] == [pytest.approx(size.value / 1e6), None]
     assert data["noise"] == dict.fromkeys(two.models, 0.0006)
+    # Colours are those of the other picture, in the same order.
+    assert "".join(f"--c{i}: {colour}; " for i, colour in enumerate(COLOURS)) in content
+    one = joined([(None, Table(tuple(two.variants(two.models[0]))))])
+    at = [data_of(page(one))["methods"].index(point.method) for point in points_of(one, one.models[0]) if point.method]
+    assert [point.colour for point in points_of(one, one.models[0]) if point.method] == [COLOURS[i] for i in at]
 
 
 def test_the_command_of_a_recipe_is_read_back_as_the_recipe():

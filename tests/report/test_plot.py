@@ -44,7 +44,7 @@ def test_labels_lie_on_no_mark_bar_line_or_other_label(models, apart):
         drawn = made.models if models <= plot.TOGETHER else [made.models[i]]
         points = [point for model in drawn for point in plot.points_of(made, model)]
         boxes = [Text.get_window_extent(text) for text in axes.texts]
-        assert apart < 1 or len(boxes) == len(points)
+        assert len(boxes) == len(points)
         inside = axes.get_window_extent()
         assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
         hidden += sum(one.overlaps(two) for one, two in combinations(boxes, 2))
@@ -62,16 +62,6 @@ def test_labels_lie_on_no_mark_bar_line_or_other_label(models, apart):
         for i, line in lines.items():
             hidden += sum(line.intersects_bbox(box, filled=False) for j, box in enumerate(boxes) if i != j)
     assert hidden == 0
-
-
-def test_what_marks_at_one_place_have_in_common_is_written_once_in_grey():
-    axes = plot.picture(table(reports("one")[:4], reports("two", 1.0005)[:4])).axes[0]
-    colours = {text.get_text(): text.get_color() for text in axes.texts}
-    assert sorted(colours) == sorted(label for label, *_ in DEMO[:4])
-    assert set(colours.values()) == {plot.SHARED}
-    apart = plot.picture(table(reports("one")[:4], reports("two", 1.3)[:4])).axes[0]
-    assert {text.get_color() for text in apart.texts} == set(COLOURS[:2])
-    assert len(apart.texts) == 2 * 4
 
 
 def test_each_model_has_a_colour_its_source_a_square_and_a_dashed_level():

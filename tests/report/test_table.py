@@ -5,7 +5,7 @@ import re
 from itertools import product
 
 import pytest
-from made_up_reports import BASELINE, HARDWARE, TEXT, WINDOWS, figure, report
+from made_up_reports import BASELINE, HARDWARE, TEXT, WINDOWS, diverging, figure, report
 from rich.console import Console
 from tiny_models import fails, quantkit, succeeds
 
@@ -210,6 +210,23 @@ def test_the_best_is_marked():
     assert all(line in shown(TABLE, 200, notes=True) for line in TABLE.notes(full=True))
 
 
+def test_an_uncompressed_copy_is_not_the_best_and_nothing_has_no_sign():
+    sizes = {"gguf-F16": (2e6, 1e-9), "gptq-4": (0.6e6, 0.1), "rtn-4": (0.6e6, 0.2)}
+    copies = [diverging(report(label, "gguf", 20.0, size), kld) for label, (size, kld) in sizes.items()]
+    [row] = [row for row in Table(tuple(copies)).rows() if row.title == "KLD from source"]
+    assert copies[row.best].model.label == "gptq-4"
+    assert figure("kld", -1e-9, stderr=0.0).text(5) == "0.00000 ± 0.00000"
+
+
+def test_the_noise_floor_is_the_source_where_that_was_judged_in_bfloat16():
+    source = diverging(SOURCE, 0.001)
+    floor = "the source in bfloat16 has a KLD of 0.0006 ± 1e-05 on the first windows"
+    assert any(floor in note for note in Table((source,)).notes(full=True))
+    source = source.model_copy(update={"engine": source.engine.model_copy(update={"dtype": "bfloat16"})})
+    [note] = [note for note in Table((source,)).notes(full=True) if "Noise floor" in note]
+    assert f"the source in bfloat16 has a KLD of {source.find('kld').text(5)}; keeping" in note
+
+
 def of_model(one, name, **changes):
     return one.model_copy(update={"model": one.model.model_copy(update={"name": name}), **changes})
 
@@ -240,6 +257,20 @@ def test_models_stand_below_each_other_and_speeds_once_a_machine():
     assert sheet.to_markdown().startswith(SHEET)
     alone = joined([(None, HERE), (None, LARGE)]).rows("tiny")
     assert "ms/token @ 1 thread" in [row.title for row in alone]  # one machine is not named
+
+
+def test_notes_of_several_models_name_theirs_and_stand_there_once():
+    both = report("gptq-4", "gptq", 10.5, 2.4e6, notes=(NOTE, "of large alone"), windows=FIVE)
+    large = Table((of_model(both, "large"),))
+    here = Table(
+        (SOURCE, report("gptq-4", "gptq", 21.5, 0.6e6, notes=(NOTE,)), report("rtn", "rtn", 30.0, 1e6, notes=(NOTE,)))
+    )
+    for full, short in ((False, "calibrated on 64 sequences"), (True, NOTE)):
+        notes = joined([(None, here), (None, large)]).notes(full)
+        assert [note for note in notes if "calibrated" in note] == [f"tiny (gptq-4, rtn), large (gptq-4): {short}."]
+        assert "large (gptq-4): of large alone." in notes
+        assert len([note for note in notes if note.startswith("large: Perplexity")]) == 1
+        assert len(notes) == len(set(notes))
 
 
 def test_two_files_of_one_name_on_one_machine_are_refused():
