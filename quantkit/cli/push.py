@@ -69,6 +69,6 @@ def _show(plan: Plan) -> None:
     say(f"to {plan.repo} would go:")
     for upload in plan.uploads:
         say(f"  {upload.nbytes:>15,} bytes  {upload.name}")
-    say(f"  {len(plan.uploads)} files, {megabytes(plan.nbytes)}")
+    say(f"  {len(plan.uploads)} files, {megabytes(sum(upload.nbytes for upload in plan.uploads))}")
     for note in plan.notes:
         say(f"  note: {note}")

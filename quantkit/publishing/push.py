@@ -1,7 +1,7 @@
 """push: an artifact becomes a repository on the Hugging Face Hub, whole or not at all.
 
-The plan has the files that the manifest names, verified, and no others of the folder: with the card as the hub shows
-it, and scores of registered benchmarks. Large files go one after the other before the commit (by Xet, or by LFS without
+What goes are the verified files that the manifest names, and no others of the folder, with the card as the hub shows it
+and scores of registered benchmarks. Large files go one after the other before the commit (by Xet, or by LFS without
 hf_xet), so those that arrived are not sent again after a failure; then one commit names all files. The token is in no
 message: errors of libraries are given in our words, and without it.
 """
@@ -12,14 +12,15 @@ import hashlib
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from quantkit.artifact import CARD, LOADABLE, MANIFEST, Artifact, FileEntry, open_artifact
 from quantkit.conversion.verify import verify
@@ -41,9 +42,7 @@ from quantkit.serving.servers import server_of
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import read_text, shown
 
-LONGEST_REPO = 96  # characters of a repository's name that the hub takes
 MOST_CARD = 1 << 24  # bytes
-PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 # Ends of names of what is being made, or belongs to a process: no part of an artifact, whatever a manifest names.
 UNFINISHED = (".partial", ".incomplete", ".lock", ".new", ".tmp")
 HERE = "`FOLDER` is this folder."
@@ -77,11 +76,6 @@ class Plan:
     artifact: Artifact
     uploads: tuple[Upload, ...]
     notes: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(upload.nbytes for upload in self.uploads)
 
 
 @dataclass(frozen=True)
@@ -161,12 +155,13 @@ def plan(
 
 def _refuse_name(repo: str, what: str) -> None:
     """Raise RecipeError for a name that is no ``user/name`` of the hub."""
-    parts = repo.split("/")
-    good = len(parts) == 2 and all(PART.fullmatch(part) for part in parts) and len(repo) <= LONGEST_REPO
-    if not good or "--" in repo or ".." in repo or repo.endswith(".git"):
-        raise RecipeError(
-            f"{what} {shown(repo)} is no name on the hub: give user/name, of letters, digits, '-', '_' and '.'"
-        )
+    with suppress(HFValidationError):
+        validate_repo_id(repo)
+        if "/" in repo:
+            return
+    raise RecipeError(
+        f"{what} {shown(repo)} is no name on the hub: give user/name, of letters, digits, '-', '_' and '.'"
+    )
 
 
 def _upload(name: str, data: bytes) -> Upload:

@@ -28,20 +28,8 @@ from quantkit.system.files import create, replace_text, sha256_of
 from quantkit.untrusted import MOST_YAML, inside, parse_yaml
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
-SHOWN_ENTRIES = 4  # of an option that is a mapping
 MOST_INHERITED, LONGEST_INHERITED = 200, 300  # texts in a list, and characters of a text
 INHERITED = ("license", "license_name", "license_link", "language")
-TRANSFORMERS = """
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("FOLDER", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-ids = tokenizer("Hello", return_tensors="pt").to(model.device)
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=32)[0]))
-```
-"""
-REFERENCE_ONLY = "`quantkit eval-ppl FOLDER` judges it with quantkit's own reader; other engines do not load it."
 
 
 @dataclass(frozen=True)
@@ -108,21 +96,17 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
         "tags": [recipe.method, *([f"{bits.group()}-bit"] if bits else []), "quantkit"],
         **inherited,
     }
-    usage = (method.usage or REFERENCE_ONLY).replace("{file}", manifest.weight_files[0])
-    return (
+    text = (
         templates(escaped, html=False)
         .get_template("card.md")
         .render(
             m=manifest,
+            method=method,
             name=Path(source.model).name,
             metadata=Markup(yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)),
-            summary=Markup(method.summary[0].upper() + method.summary[1:]),
-            reference=Markup(method.reference),
-            usage=Markup(usage.replace("{transformers}", TRANSFORMERS.strip()).strip()),
-            weights=[f"sha256 {v[:12]} ({k})" for k, v in source.hashes.items() if k != "config.json"],
-            measured=Markup(_measured("Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.")),
         )
     )
+    return f"{text}{_measured('Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.')}\n"
 
 
 def templates(shown: Callable[[str], str], html: bool) -> Environment:
@@ -138,17 +122,9 @@ def templates(shown: Callable[[str], str], html: bool) -> Environment:
         keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, Markup) else shown(str(value)),
     )
-    functions = (convert_command, counts, first_versions, megabytes, operand, option_value, shell_words, weight_error)
+    functions = (convert_command, counts, first_versions, megabytes, operand, shell_words, weight_error)
     made.globals |= {function.__name__: function for function in functions}
     return made
-
-
-def option_value(value: object) -> str:
-    """An option's value in a cell of a table; of a mapping the first entries."""
-    if not isinstance(value, dict):
-        return str(value)
-    first = ", ".join(f"{key}={item}" for key, item in list(value.items())[:SHOWN_ENTRIES])
-    return first if len(value) <= SHOWN_ENTRIES else f"{first}, ... ({len(value)} in all)"
 
 
 def counts(tensor_types: Mapping[str, int]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.text import Text
+from matplotlib.textpath import TextPath
 from numpy.typing import NDArray
 
 from quantkit.report.table import COLOURS
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FAR = 3.0  # perplexities beyond this many times the source's are drawn at the upper edge
 TOGETHER = 3  # models in one panel
+LETTERS = 7  # points
 MARK = 5  # pixels from the middle of a mark to its sides, with some room
 # Where a label may be, in points from its mark: the nearer ones first.
 SPOTS = [
@@ -45,26 +46,18 @@ Boxes = NDArray[np.float64]  # (..., 4): left, low, right, high in pixels
 
 @dataclass(frozen=True)
 class Point:
-    """A variant: its size relative to float16, its perplexity with the error, and how it is drawn."""
+    """A variant as it is drawn: its size relative to float16, its perplexity with the error, and the words next to it.
 
-    label: str
+    One whose perplexity is too far is drawn at the upper edge, with the perplexity in its words and no error.
+    """
+
+    words: str
     method: str | None
     size: float
-    perplexity: float
+    height: float
     error: float
-    ceiling: float
     colour: str
     group: str
-
-    @property
-    def height(self) -> float:
-        """Where it is drawn."""
-        return min(self.perplexity, self.ceiling)
-
-    @property
-    def text(self) -> str:
-        """The label, with the perplexity where that is beyond the picture."""
-        return self.label if self.perplexity <= self.ceiling else f"{self.label} ({self.perplexity:.0f} ↑)"
 
 
 def draw(table: Table, folder: Path) -> list[Path]:
@@ -125,8 +118,10 @@ def points_of(table: Table, model: str) -> list[Point]:
         group = model if several else entry.method
         place = (table.models if several else table.methods).index(group) if group else -1
         colour = COLOURS[place % (len(COLOURS) - 1)] if group else COLOURS[-1]
-        where = (bits.value / 16, p.value, p.stderr or 0.0, ceiling)
-        points.append(Point(entry.label, entry.method, *where, colour, group or "source"))
+        far = p.value > ceiling
+        words = f"{entry.label} ({p.value:.0f} ↑)" if far else entry.label
+        where = (bits.value / 16, min(p.value, ceiling), 0.0 if far else p.stderr or 0.0)
+        points.append(Point(words, entry.method, *where, colour, group or "source"))
     return points
 
 
@@ -139,7 +134,7 @@ def _panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None
             axes.errorbar(
                 [p.size for p in mine],
                 [p.height for p in mine],
-                yerr=[p.error if p.height == p.perplexity else 0 for p in mine],
+                yerr=[p.error for p in mine],
                 marker="o" if method else "s",
                 capsize=2,
                 linestyle="-" if len(mine) > 1 else "",
@@ -150,7 +145,7 @@ def _panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None
             named.add(mine[0].group)
         for point in points:
             if point.method is None:
-                axes.axhline(point.perplexity, linestyle="--", color=point.colour, linewidth=0.8)
+                axes.axhline(point.height, linestyle="--", color=point.colour, linewidth=0.8)
     axes.legend(fontsize=8, title=title)
     axes.grid(visible=True, linewidth=0.3)
 
@@ -162,8 +157,8 @@ def obstacles(axes: Any, points: Sequence[Point]) -> Boxes:
     boxes = [axes.get_legend().get_window_extent().extents]
     for p in points:
         x, y = at((p.size, p.height))
-        up = abs(at((p.size, p.height + p.error))[1] - y) if p.height == p.perplexity else 0
-        boxes.append((x - MARK, y - max(up, MARK), x + MARK, y + max(up, MARK)))
+        up = max(abs(at((p.size, p.height + p.error))[1] - y), MARK)
+        boxes.append((x - MARK, y - up, x + MARK, y + up))
         if p.method is None:
             boxes.append((left, y - 1, right, y + 1))
     for line in axes.get_lines():
@@ -175,42 +170,30 @@ def obstacles(axes: Any, points: Sequence[Point]) -> Boxes:
 
 def _write_labels(axes: Any, points: Sequence[Point]) -> None:
     """Write each label where it costs least."""
-    sizes = []
-    for point in points:
-        text = _write(axes, point, SPOTS[0])
-        sizes.append(_extent(text).size)
-        text.remove()
+    pixels = axes.figure.dpi / 72
+    wide = [TextPath((0, 0), point.words, LETTERS).get_extents().width for point in points]
+    sizes = [(1.08 * width * pixels, 1.2 * LETTERS * pixels) for width in wide]  # with some room: pixels round up
     middles = axes.transData.transform([(point.size, point.height) for point in points])
-    frame, pixels = axes.get_window_extent().extents, axes.figure.dpi / 72
-    for point, spot in zip(points, places(middles, sizes, obstacles(axes, points), frame, pixels), strict=True):
-        _extent(_write(axes, point, spot))
-
-
-def _extent(label: Any) -> Any:
-    """Where a label's words are, without the line to its mark."""
-    label.get_window_extent()  # which puts them in their place
-    return Text.get_window_extent(label)
+    found = places(middles, sizes, obstacles(axes, points), axes.get_window_extent().extents, pixels)
+    for point, spot in zip(points, found, strict=True):
+        across, up = _alignment(*spot)
+        line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+        axes.annotate(
+            point.words,
+            (point.size, point.height),
+            color=point.colour,
+            xytext=spot,
+            textcoords="offset points",
+            fontsize=LETTERS,
+            ha=across,
+            va=up,
+            arrowprops=line if IS_LED[SPOTS.index(spot)] else None,
+        )
 
 
 def _alignment(dx: int, dy: int) -> tuple[str, str]:
     """Which side of the label is so many points from its mark, across and upwards."""
     return "left" if dx > 0 else "right", "center" if abs(dy) < abs(dx) else "bottom" if dy > 0 else "top"
-
-
-def _write(axes: Any, point: Point, spot: tuple[int, int]) -> Any:
-    across, up = _alignment(*spot)
-    line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
-    return axes.annotate(
-        point.text,
-        (point.size, point.height),
-        color=point.colour,
-        xytext=spot,
-        textcoords="offset points",
-        fontsize=7,
-        ha=across,
-        va=up,
-        arrowprops=line if IS_LED[SPOTS.index(spot)] else None,
-    )
 
 
 def places(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Group
 
@@ -150,8 +150,7 @@ class Part(NamedTuple):
     reports: list[Report]
 
 
-def is_quantized(report: Report) -> bool:
-    """Whether it is of a copy with fewer than 16 bits per weight."""
+def _is_quantized(report: Report) -> bool:
     bits = report.find("bits_per_weight")
     return report.model.method is not None and (bits is None or bits.value < UNCOMPRESSED)
 
@@ -251,13 +250,14 @@ class Table:
         """All measures of a model (default: the first). Speed and memory name their machine where there are several."""
         model = self.models[0] if model is None else model
         columns = [[pair for pair in pairs if pair[0].model.name == model] for _, pairs in self._columns]
-        copies = [any(is_quantized(report) for report, _ in pairs) for pairs in columns]
+        copies = [any(_is_quantized(report) for report, _ in pairs) for pairs in columns]
         parts = [part for part in self.parts if part.model == model]
         rows = []
         for title, name, show in _measures([report for part in parts for report in part.reports]):
             having = [part.machine for part in parts if any(report.find(name) for report in part.reports)]
             for machine in having if "@" in name or name in OF_A_MACHINE else [None]:
-                figures = [_first(pairs, machine, name) for pairs in columns]
+                found = (((r.find(name) for r, on in pairs if machine in (None, on))) for pairs in columns)
+                figures = [next(filter(None, figures), None) for figures in found]
                 # A percentile has no error: what the figure carries is the mean's.
                 rivals = [f if copy and title != PERCENTILE else None for f, copy in zip(figures, copies, strict=True)]
                 named = f"{title}, {machine}" if machine and len(set(self.machines)) > 1 else title
@@ -385,12 +385,6 @@ class Table:
         return json.dumps({"parts": parts} if self.machines else parts[0], indent=2) + "\n"
 
 
-def _first(pairs: Sequence[tuple[Report, str]], machine: str | None, name: str) -> Measurement | None:
-    """The first figure of that name, on that machine where one is given."""
-    figures = (report.find(name) for report, where in pairs if machine in (None, where))
-    return next((figure for figure in figures if figure is not None), None)
-
-
 def _about(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
     """How reports of one model and machine were measured: (what a line is of, model or machine; the line)."""
     one, w = reports[0], reports[0].windows
@@ -419,21 +413,16 @@ def _about(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
         yield "model", f"{divergence} {floor}"
 
 
-def machine_of(report: Report) -> str:
-    """What a machine is called where nobody says: its processor, and the device that computed where that is another."""
-    device = report.engine.device
-    return report.hardware.cpu if device == "cpu" else f"{report.hardware.cpu}, {device}"
-
-
 def joined(tables: Iterable[tuple[str | None, Table]]) -> Table:
-    """One table of several, each with its machine's label or None for the processor's name.
+    """One table of several, each with its machine's label; None stands for the names of its processor and device.
 
     Reports of one model and machine stand together, such as those of the shares of a comparison. Raises ReportError.
     """
     parts: dict[tuple[str, str], list[Report]] = {}
     for label, table in tables:
         for report in table.reports:
-            machine = label or machine_of(report)
+            device = report.engine.device
+            machine = label or report.hardware.cpu + ("" if device == "cpu" else f", {device}")
             found = parts.setdefault((report.model.name, machine), [])
             twin = next((other for other in found if other.model.label == report.model.label), None)
             if twin is None:
@@ -489,13 +478,11 @@ def read_tables(path: Path) -> list[tuple[str | None, Table]]:
     parts = values.get("parts", [values])
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ReportError(f"{path} is no table of quantkit: its parts are no list of tables")
-    return [_read_part(part, path) for part in parts]
-
-
-def _read_part(part: dict[str, Any], path: Path) -> tuple[str | None, Table]:
-    machine, reports = part.get("machine"), part.get("reports")
-    if not isinstance(reports, list):
-        raise ReportError(f"{path} is no table of quantkit: it holds no reports")
-    if machine is not None and not (isinstance(machine, str) and 0 < len(machine) <= LARGEST_NAME):
-        raise ReportError(f"{path} is no table of quantkit: a machine's label is no short text")
-    return machine, Table(tuple(report_of(value, str(path)) for value in reports))
+    found = []
+    for machine, reports in ((part.get("machine"), part.get("reports")) for part in parts):
+        if not isinstance(reports, list):
+            raise ReportError(f"{path} is no table of quantkit: it holds no reports")
+        if machine is not None and not (isinstance(machine, str) and 0 < len(machine) <= LARGEST_NAME):
+            raise ReportError(f"{path} is no table of quantkit: a machine's label is no short text")
+        found.append((machine, Table(tuple(report_of(value, str(path)) for value in reports))))
+    return found
