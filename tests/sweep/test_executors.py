@@ -41,7 +41,7 @@ def recipe(tmp_path_factory):
 
 
 def figures(out):
-    return {table.model: figures_of(table) for _, table in read_places([str(out)])}
+    return {table.models[0]: figures_of(table) for _, table in read_places([str(out)])}
 
 
 def command(recipe, out, *words):

@@ -98,7 +98,7 @@ def done(models, tmp_path_factory):
 
 
 def test_its_figures_are_those_of_comparisons_to_the_last_digit(done, models, tmp_path):
-    tables = {table.model: table for _, table in read_places([str(done)])}
+    tables = {table.models[0]: table for _, table in read_places([str(done)])}
     compared = compare(str(models[0]), ["rtn:4", "rtn:8"], out=tmp_path / "one", **SETTINGS)
     assert figures(tables["one"]) == figures(compared)
     found, remarks = find_artifacts([str(done)])
