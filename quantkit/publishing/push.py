@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 
 from quantkit.artifact import CARD, LOADABLE, MANIFEST, Artifact, FileEntry, open_artifact
 from quantkit.conversion.verify import verify
@@ -250,7 +250,8 @@ def send(plan: Plan, token: str, create: bool, private: bool, progress: Progress
                         api.preupload_lfs_files(plan.repo, [operation], free_memory=False)
                         advance(upload.nbytes)
                 title = f"{plan.artifact.label} of {one_line(plan.artifact.manifest.source.name, 80)}"
-                changes = [*operations, *(CommitOperationDelete(name) for name in removed)]
+                changes: list[CommitOperationAdd | CommitOperationDelete] = list(operations)
+                changes += [CommitOperationDelete(name) for name in removed]
                 # Refused where somebody else has committed since.
                 commit = api.create_commit(plan.repo, changes, commit_message=title, parent_commit=info.sha).oid
                 advance(sum(upload.nbytes for upload in sent if upload.name not in large))

@@ -56,7 +56,7 @@ def page(
     templates = environment()
     style = Markup(templates.get_template("page.css").render(colours=COLOURS))
     script = Markup(templates.get_template("page.js").render())
-    rows = {model: {row.title: row for row in table.rows(model)} for model in table.models}
+    rows = {model: {row.title: row for row in table.rows(model) if any(row.figures)} for model in table.models}
     divergences = {model: found[KLD] for model, found in rows.items() if KLD in found}
     variants = [(model, report) for model in table.models for report in table.variants(model)]
     places = {(model, report.model.label): f"v{i}" for i, (model, report) in enumerate(variants)}
