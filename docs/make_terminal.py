@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantkit.report.sheet import read_tables
+from quantkit.report.table import read_tables
 
 WIDTH = 100
 

@@ -87,7 +87,7 @@ def table(case: Case) -> Attack:
     case.rewrite(path, json_or_raw)
 
     def call() -> None:
-        from quantkit.report.sheet import joined, read_tables
+        from quantkit.report.table import joined, read_tables
 
         print(joined(read_tables(path)).to_markdown())
 

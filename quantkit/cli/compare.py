@@ -171,7 +171,7 @@ def table(
     json: JsonOption = None,
 ) -> None:
     """Put what was measured of several models and on several machines into one table."""
-    from quantkit.report.sheet import joined, read_places
+    from quantkit.report.table import joined, read_places
     from quantkit.sweep.compare import draw_table, write_table
 
     sheet = joined(read_places(places))
@@ -197,17 +197,16 @@ def report(
     json: JsonOption = None,
 ) -> None:
     """Write what was measured as one HTML page that needs nothing but itself."""
-    from quantkit.report.page.found import find_artifacts
-    from quantkit.report.page.page import page as rendered
-    from quantkit.report.page.view import Limits, View
-    from quantkit.report.sheet import joined, read_places
+    from quantkit.report.page import find_artifacts
+    from quantkit.report.page import page as rendered
+    from quantkit.report.table import joined, read_places
     from quantkit.serving.servers import server_of
     from quantkit.system.sizes import parse_size
 
-    limits = Limits(max_kld, None if max_size is None else parse_size(max_size, "--max-size"))
+    max_bytes = None if max_size is None else parse_size(max_size, "--max-size")
     sheet = joined(read_places(places))
     artifacts, remarks = find_artifacts(places)
-    text = rendered(View(sheet, artifacts, tuple(remarks), limits, server_of))
+    text = rendered(sheet, artifacts, remarks, max_kld, max_bytes, server_of)
     save(page, text)
     save(json, sheet.to_json())
     number = len(sheet.models)

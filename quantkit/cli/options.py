@@ -30,7 +30,6 @@ from quantkit.system.files import refuse_unwritable
 from quantkit.untrusted import parse_yaml, path_of, shown, told
 
 if TYPE_CHECKING:
-    from quantkit.report.sheet import Sheet
     from quantkit.report.table import Table
 
 out = Console()
@@ -239,7 +238,7 @@ def save(path: Path | None, text: str) -> None:
             path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
 
 
-def print_table(table: Table | Sheet, transpose: bool | None = None, notes: bool = False) -> None:
+def print_table(table: Table, transpose: bool | None = None, notes: bool = False) -> None:
     """Print a table for this terminal, or for a file."""
     wide = out.is_terminal or "COLUMNS" in os.environ
     table.show(out if wide else Console(width=FILE_WIDTH), transpose=transpose, notes=notes)

@@ -11,7 +11,7 @@ import typer
 from quantkit.cli.options import JsonOption, save, say
 
 if TYPE_CHECKING:
-    from quantkit.publishing.plan import Plan
+    from quantkit.publishing.push import Plan
 
 
 def push(
@@ -39,7 +39,7 @@ def push(
     import json as json_module
 
     from quantkit.cli.progress import shown
-    from quantkit.publishing.plan import plan as planned
+    from quantkit.publishing.push import plan as planned
     from quantkit.publishing.push import push as pushing
 
     if dry_run:
@@ -69,6 +69,6 @@ def _show(plan: Plan) -> None:
     say(f"to {plan.repo} would go:")
     for upload in plan.uploads:
         say(f"  {upload.nbytes:>15,} bytes  {upload.name}")
-    say(f"  {len(plan.uploads)} files, {megabytes(plan.nbytes)}")
+    say(f"  {len(plan.uploads)} files, {megabytes(sum(upload.nbytes for upload in plan.uploads))}")
     for note in plan.notes:
         say(f"  note: {note}")

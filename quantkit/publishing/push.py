@@ -1,18 +1,95 @@
 """push: an artifact becomes a repository on the Hugging Face Hub, whole or not at all.
 
-Everything that can be refused is refused before the network is asked. All of it becomes one commit; what is there
-already is not sent again, so the same command goes on after a failure, and does nothing when it is done.
+What goes are the verified files that the manifest names, and no others of the folder, with the card as the hub shows it
+and scores of registered benchmarks. Large files go one after the other before the commit (by Xet, or by LFS without
+hf_xet), so those that arrived are not sent again after a failure; then one commit names all files. The token is in no
+message: errors of libraries are given in our words, and without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import hashlib
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from quantkit.artifact import Artifact
+import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
+
+from quantkit.artifact import CARD, LOADABLE, MANIFEST, Artifact, FileEntry, open_artifact
+from quantkit.conversion.verify import verify
+from quantkit.errors import (
+    LONGEST_REASON,
+    ArtifactError,
+    HubError,
+    QuantkitError,
+    RecipeError,
+    ResourceError,
+    one_line,
+    reason_of,
+    shortage_of,
+)
 from quantkit.progress import Progress
-from quantkit.publishing.hub import Pushed, send, token_of_user
-from quantkit.publishing.plan import check, verified
+from quantkit.publishing.results import PREFIX, eval_results
+from quantkit.report.card import BEGIN, convert_command, front_matter
+from quantkit.serving.servers import server_of
+from quantkit.system.temporary import temporary_folder
+from quantkit.untrusted import read_text, shown
+
+MOST_CARD = 1 << 24  # bytes
+# Ends of names of what is being made, or belongs to a process: no part of an artifact, whatever a manifest names.
+UNFINISHED = (".partial", ".incomplete", ".lock", ".new", ".tmp")
+HERE = "`FOLDER` is this folder."
+NEXT = "\n## Recipe\n"  # the section before which the commands are
+UNMEASURED = f"{BEGIN}\nNothing yet."
+LOGIN = "Log in with: hf auth login, or set HF_TOKEN to a token that may write (https://huggingface.co/settings/tokens)"
+FIXES = {
+    401: f"The token is not taken. {LOGIN}",
+    403: "The token may not do that there: give one that may write to this repository.",
+    404: "The repository is not there, or the token may not see it. --create makes it.",
+    409: "Somebody else changes it at this moment. Push again.",
+}
+GO_ON = "The same command goes on where it was."
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One file: its `name` in the repository, its size in bytes and hex sha256, and its bytes or the file of them."""
+
+    name: str
+    nbytes: int
+    sha256: str
+    content: Path | bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes to `repo`: the verified `artifact`, its files, and what is to be known of them."""
+
+    repo: str
+    artifact: Artifact
+    uploads: tuple[Upload, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What became of a push: the repository's address, its commit, and the names of the files that were sent, that were
+    there already, and that a former artifact had left there.
+    """
+
+    url: str
+    commit: str
+    sent: tuple[str, ...]
+    kept: tuple[str, ...]
+    removed: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def push(
@@ -36,6 +113,202 @@ def push(
     results that are not its own, HubError without a token, where the hub refuses or cannot be reached, and where the
     repository holds other files that engines would load.
     """
-    asked = check(artifact, repo, base_model, results)
     token = token_of_user()
-    return send(verified(asked, progress), token, create, private, progress or Progress())
+    made = plan(artifact, repo, base_model=base_model, results=results, progress=progress)
+    return send(made, token, create, private, progress or Progress())
+
+
+def plan(
+    artifact: str | Path | Artifact,
+    repo: str,
+    *,
+    base_model: str | None = None,
+    results: Sequence[str | Path] = (),
+    progress: Progress | None = None,
+) -> Plan:
+    """What `push` would send; asks neither the network nor for a token. Raises as `push` does."""
+    for name, what in ((repo, "--repo"), (base_model, "--base-model")):
+        if name is not None:
+            _refuse_name(name, what)
+    opened = artifact if isinstance(artifact, Artifact) else open_artifact(artifact)
+    for name in opened.manifest.files:
+        hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
+        if hidden or name.lower().endswith(UNFINISHED) or name == MANIFEST:
+            raise ArtifactError(
+                f"{opened.folder / MANIFEST} names {shown(name)}, which is no file of a model and is not pushed. "
+                "Convert again with --force."
+            )
+    if CARD not in opened.manifest.files:
+        raise ArtifactError(f"{opened.folder} has no {CARD}. Convert again with --force.")
+    scores, notes = eval_results(results, opened)
+    opened = verify(opened, progress)
+    text, more = hub_card(opened, repo, base_model)
+    card = _upload(CARD, text.encode())
+    files = {**opened.manifest.files, CARD: FileEntry(bytes=card.nbytes, sha256=card.sha256)}
+    manifest = opened.manifest.model_copy(update={"files": files})
+    uploads = [
+        Upload(name, entry.bytes, entry.sha256, opened.folder / name) for name, entry in files.items() if name != CARD
+    ]
+    uploads += [card, _upload(MANIFEST, manifest.to_text().encode()), *(_upload(*one) for one in scores.items())]
+    return Plan(repo, opened, tuple(uploads), (*notes, *more))
+
+
+def _refuse_name(repo: str, what: str) -> None:
+    """Raise RecipeError for a name that is no ``user/name`` of the hub."""
+    with suppress(HFValidationError):
+        validate_repo_id(repo)
+        if "/" in repo:
+            return
+    raise RecipeError(
+        f"{what} {shown(repo)} is no name on the hub: give user/name, of letters, digits, '-', '_' and '.'"
+    )
+
+
+def _upload(name: str, data: bytes) -> Upload:
+    return Upload(name, len(data), hashlib.sha256(data).hexdigest(), data)
+
+
+def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str, list[str]]:
+    """The artifact's card with what is true of it in `repo`, and notes for whoever pushes it.
+
+    `base_model` is the source's name on the hub; without one it is the manifest's where that came from the hub, or the
+    card names none. Commands say where the folder comes from. Raises ArtifactError for a card that has no head.
+    """
+    text = read_text(artifact.folder / CARD, ArtifactError, most=MOST_CARD)
+    head, metadata = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL), front_matter(text)
+    if head is None or not metadata:
+        raise ArtifactError(f"{artifact.folder / CARD} has no head with metadata. Convert again with --force.")
+    notes = []
+    recipe, source = artifact.manifest.recipe, artifact.manifest.source
+    known = base_model or (source.model if source.revision is not None else None)
+    if known is None:
+        metadata = {k: v for k, v in metadata.items() if k not in ("base_model", "base_model_relation")}
+        notes.append(
+            f"the card names no base model: {source.model} was a folder here. --base-model gives its name on the hub"
+        )
+    else:
+        metadata["base_model"] = known
+        recipe = recipe.model_copy(update={"model": known})
+    if UNMEASURED in text:
+        notes.append("the card has no figures: quantkit eval-ppl ARTIFACT --card measures and writes them")
+    made = convert_command(recipe, "FOLDER")
+    fetch = f"hf download {repo} --local-dir FOLDER"
+    lines = [made] if made.isprintable() and "`" not in made else []
+    lines += [fetch, "quantkit verify FOLDER", "quantkit eval-ppl FOLDER"]
+    lines += ["quantkit serve FOLDER"] if server_of(artifact.manifest.format) else []
+    words = "What made it, and what fetches, checks, judges and serves it:"
+    section = "\n".join(["## Commands", "", words, "", "```bash", *lines, "```", ""])
+    body = text[head.end() :].replace(HERE, f"`{fetch}` fetches it.", 1)
+    body = body.replace(NEXT, f"\n{section}{NEXT}", 1) if NEXT in body else f"{body.rstrip()}\n\n{section}"
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n{body}", notes
+
+
+def token_of_user() -> str:
+    """The user's token, from the environment or the login; raises HubError where there is none, or no network."""
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("nothing can be pushed while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. Unset it.")
+    try:
+        token = get_token()
+    except Exception as error:  # noqa: BLE001, a login that has to be renewed
+        raise HubError(f"no token for the Hugging Face Hub ({type(error).__name__}). {LOGIN}") from None
+    if not token:
+        raise HubError(f"no token for the Hugging Face Hub. {LOGIN}")
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise HubError(f"the token for the Hugging Face Hub holds what no token does, such as a blank. {LOGIN}")
+    return token
+
+
+def send(plan: Plan, token: str, create: bool, private: bool, progress: Progress) -> Pushed:
+    """Carry out a plan; raises HubError."""
+    api = HfApi(token=token, library_name="quantkit")
+    with _reraised(f"{plan.repo} cannot be pushed to", token), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of each other, and the hub's advice on a card
+        if create:
+            api.create_repo(plan.repo, private=private or None, exist_ok=True)
+        info = api.repo_info(plan.repo)
+        if private and not info.private:
+            raise HubError(f"{plan.repo} is public, and --private asks for a private one. Choose another --repo.")
+        there = {entry.path: entry for entry in api.list_repo_tree(plan.repo, recursive=True) if hasattr(entry, "size")}
+        sent = [upload for upload in plan.uploads if not _is_there(upload, there.get(upload.name))]
+        names = [upload.name for upload in sent]
+        removed = _left_over(api, plan, there) if MANIFEST in there and MANIFEST in names else []
+        ours = {upload.name for upload in plan.uploads}
+        loadable = {name for name in there if name.endswith(LOADABLE) and not name.startswith(".")}
+        if strangers := sorted(loadable - ours - set(removed)):
+            raise HubError(
+                f"{plan.repo} holds {shown(strangers[0])}, which is not of this artifact, and engines may load it. "
+                "Choose another --repo, or remove it there."
+            )
+        commit = info.sha
+        if sent or removed:
+            large = plan.artifact.manifest.weight_files
+            operations = [_operation(upload, upload.name in large) for upload in sent]
+            with progress.step(f"sending to {plan.repo}", sum(upload.nbytes for upload in sent) or 1) as advance:
+                for upload, operation in zip(sent, operations, strict=True):
+                    if upload.name in large:
+                        advance(0, remark=upload.name)
+                        api.preupload_lfs_files(plan.repo, [operation], free_memory=False)
+                        advance(upload.nbytes)
+                title = f"{plan.artifact.label} of {one_line(plan.artifact.manifest.source.name, 80)}"
+                changes: list[CommitOperationAdd | CommitOperationDelete] = list(operations)
+                changes += [CommitOperationDelete(name) for name in removed]
+                # Refused where somebody else has committed since.
+                commit = api.create_commit(plan.repo, changes, commit_message=title, parent_commit=info.sha).oid
+                advance(sum(upload.nbytes for upload in sent if upload.name not in large))
+    kept = tuple(upload.name for upload in plan.uploads if upload.name not in names)
+    return Pushed(f"{api.endpoint}/{plan.repo}", str(commit), tuple(names), kept, tuple(removed), plan.notes)
+
+
+def _operation(upload: Upload, large: bool) -> CommitOperationAdd:
+    """The addition of a file to a commit: of the bytes that were verified, whatever the file holds now."""
+    content = upload.content
+    if isinstance(content, Path) and not large:
+        content = content.read_bytes()
+        if hashlib.sha256(content).hexdigest() != upload.sha256:
+            raise HubError(f"{shown(upload.name)} has changed since it was verified. Push again.")
+    operation = CommitOperationAdd(path_in_repo=upload.name, path_or_fileobj=content)
+    operation.upload_info.sha256 = bytes.fromhex(upload.sha256)  # a large file's: other bytes are refused there
+    return operation
+
+
+def _is_there(upload: Upload, entry: Any) -> bool:
+    """Whether the repository's file has these bytes, by its sha256, or git's hash of a small one."""
+    if entry is None or entry.size != upload.nbytes:
+        return False
+    if entry.lfs is not None:
+        return bool(entry.lfs.sha256 == upload.sha256)
+    data = upload.content if isinstance(upload.content, bytes) else upload.content.read_bytes()
+    return bool(entry.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
+
+
+def _left_over(api: HfApi, plan: Plan, there: dict[str, Any]) -> list[str]:
+    """What an artifact that was pushed there before has and this one has not; its scores where its bytes are others."""
+    with temporary_folder() as folder:
+        api.hf_hub_download(plan.repo, MANIFEST, local_dir=folder)
+        try:
+            former = open_artifact(folder)
+        except ArtifactError:  # somebody else's: nothing there is ours to remove
+            return []
+    scores = {name for name in there if name.startswith(PREFIX)} if former.digest != plan.artifact.digest else set()
+    return sorted((there.keys() & (former.manifest.files.keys() | scores)) - {upload.name for upload in plan.uploads})
+
+
+@contextmanager
+def _reraised(what: str, token: str) -> Iterator[None]:
+    """Raise HubError, ``WHAT: reason. FIX``, for whatever a library raises inside; the token is in no part of it."""
+    try:
+        yield
+    except QuantkitError:
+        raise
+    except Exception as error:  # noqa: BLE001, whatever a library raises
+        if short := shortage_of(error):
+            raise ResourceError(f"{what}: {short}") from None
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, HfHubHTTPError):
+            cause = cause.__cause__
+        status, reason = 0, reason_of(cause)
+        if isinstance(cause, HfHubHTTPError):
+            status = int(cause.response.status_code)
+            words = one_line(cause.server_message or cause.response.reason_phrase, LONGEST_REASON).rstrip(". ")
+            reason = f"the hub answers {status}, {words}"
+        raise HubError(f"{what}: {reason}. {FIXES.get(status, GO_ON)}".replace(token, "...")) from None

@@ -1,42 +1,35 @@
 """The model card: `README.md` of an artifact, with the front matter that the Hugging Face Hub reads.
 
-It says what was made from what and how to load it; `write_card` puts what was measured into it. The manifest holds its
-hash like any other file's, so the two are replaced together. Metadata: https://huggingface.co/docs/hub/model-cards
+It says what was made from what and how to load it (card.md is its template); `write_card` puts what was measured into
+it. The manifest holds its hash like any other file's, so the two are replaced together. Metadata:
+https://huggingface.co/docs/hub/model-cards
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, open_artifact
+from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, WeightError, open_artifact
 from quantkit.errors import ArtifactError, QuantkitError, SourceError
-from quantkit.report.markdown import escaped
+from quantkit.recipe import CalibrationSpec, ConvertRecipe
 from quantkit.report.records import Report
-from quantkit.report.table import Table, megabytes
+from quantkit.report.table import Table, escaped, megabytes
 from quantkit.system.files import create, replace_text, sha256_of
 from quantkit.untrusted import MOST_YAML, inside, parse_yaml
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
-SHOWN_ENTRIES = 4  # of an option that is a mapping
 MOST_INHERITED, LONGEST_INHERITED = 200, 300  # texts in a list, and characters of a text
 INHERITED = ("license", "license_name", "license_link", "language")
-TRANSFORMERS = """
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("FOLDER", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-ids = tokenizer("Hello", return_tensors="pt").to(model.device)
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=32)[0]))
-```
-"""
-REFERENCE_ONLY = "`quantkit eval-ppl FOLDER` judges it with quantkit's own reader; other engines do not load it."
 
 
 @dataclass(frozen=True)
@@ -91,78 +84,89 @@ def _inheritable(value: object) -> bool:
     )
 
 
-def _tags(manifest: Manifest) -> list[str]:
-    bits = re.search(r"\d+", manifest.recipe.bits or "")
-    return [manifest.recipe.method, *([f"{bits.group()}-bit"] if bits else []), "quantkit"]
-
-
-def _recipe_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    recipe, source = manifest.recipe, manifest.source
-    rows = [
-        ("source", source.model + (f", revision {source.revision}" if source.revision else "")),
-        ("source weights", ", ".join(f"sha256 {v[:12]} ({k})" for k, v in source.hashes.items() if k != "config.json")),
-        *(("adapter", f"{adapter.name} ({adapter.kind})") for adapter in source.adapters),
-        ("method", recipe.method),
-        ("bits", str(recipe.bits)),
-        *((name, _shown(value)) for name, value in manifest.options.items()),
-        ("seed", str(recipe.seed)),
-        ("made with", ", ".join(f"{name} {number}" for name, number in list(manifest.versions.items())[:3])),
-    ]
-    return rows if manifest.calibration is None else [*rows, ("calibration", manifest.calibration.sentence)]
-
-
-def _shown(value: object) -> str:
-    """An option's value in a cell of the table; of a mapping the first entries."""
-    if not isinstance(value, dict):
-        return str(value)
-    first = ", ".join(f"{key}={item}" for key, item in list(value.items())[:SHOWN_ENTRIES])
-    return first if len(value) <= SHOWN_ENTRIES else f"{first}, ... ({len(value)} in all)"
-
-
-def _result_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    rows = [
-        ("parameters", f"{manifest.source.parameters:,}"),
-        ("weights", megabytes(manifest.weight_bytes)),
-        ("bits per weight", f"{manifest.bits_per_weight:.2f}"),
-        ("tensors", ", ".join(f"{count} {kind}" for kind, count in manifest.tensor_types.items())),
-    ]
-    if (error := manifest.weight_error) is not None:
-        text = f"mean {error.mean:.4f}, worst {error.worst:.4f} ({error.worst_tensor})"
-        rows.append(("relative weight error", text))
-    return rows
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    lines = ["| | |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {escaped(name)} | {escaped(value)} |" for name, value in rows)])
-
-
 def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> str:
     """The card of a fresh artifact, not measured yet; `inherited` is metadata of the source's card."""
-    metadata: dict[str, Any] = {
+    recipe, source = manifest.recipe, manifest.source
+    bits = re.search(r"\d+", recipe.bits or "")
+    metadata = {
         "library_name": method.library,
-        "base_model": manifest.source.model,
+        "base_model": source.model,
         "base_model_relation": "quantized",
         "pipeline_tag": "text-generation",
-        "tags": _tags(manifest),
+        "tags": [recipe.method, *([f"{bits.group()}-bit"] if bits else []), "quantkit"],
         **inherited,
     }
-    head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    usage = (method.usage or REFERENCE_ONLY).replace("{file}", manifest.weight_files[0])
-    usage = usage.replace("{transformers}", TRANSFORMERS.strip()).strip()
-    parts = [
-        f"---\n{head}---\n",
-        f"# {escaped(Path(manifest.source.model).name)}, {escaped(manifest.recipe.label)}\n",
-        f"{method.summary[0].upper() + method.summary[1:]}. Made by quantkit; `quantkit.json` holds the whole recipe "
-        "and the sha256 of every file, and `quantkit verify FOLDER` checks them.\n",
-        f"## Load it\n\n`FOLDER` is this folder.\n\n{usage}\n",
-        f"## Recipe\n\n{_table(_recipe_rows(manifest))}\n",
-        f"Reference: {method.reference}\n",
-        f"## Result\n\n{_table(_result_rows(manifest))}\n",
-        *([f"## Notes\n\n{chr(10).join(f'- {escaped(note)}' for note in manifest.notes)}\n"] if manifest.notes else []),
-        f"## Measured\n\n{_measured('Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.')}\n",
-    ]
-    return "\n".join(parts)
+    text = (
+        templates(escaped, html=False)
+        .get_template("card.md")
+        .render(
+            m=manifest,
+            method=method,
+            name=Path(source.model).name,
+            metadata=Markup(yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)),
+        )
+    )
+    return f"{text}{_measured('Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.')}\n"
+
+
+def templates(shown: Callable[[str], str], html: bool) -> Environment:
+    """The templates of this folder: what they are given is `shown` as text, but for our own Markup.
+
+    An unknown name in a template is an error.
+    """
+    made = Environment(
+        loader=PackageLoader("quantkit", "report"),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        finalize=lambda value: value if isinstance(value, Markup) else shown(str(value)),
+    )
+    functions = (convert_command, counts, first_versions, megabytes, operand, shell_words, weight_error)
+    made.globals |= {function.__name__: function for function in functions}
+    return made
+
+
+def counts(tensor_types: Mapping[str, int]) -> str:
+    """The tensors of an artifact by type, in words."""
+    return ", ".join(f"{count} {kind}" for kind, count in tensor_types.items())
+
+
+def first_versions(versions: Mapping[str, str]) -> str:
+    """The versions of the main packages, in words."""
+    return ", ".join(f"{name} {number}" for name, number in list(versions.items())[:3])
+
+
+def weight_error(error: WeightError) -> str:
+    """The relative error of the weights, in words."""
+    return f"mean {error.mean:.4f}, worst {error.worst:.4f} ({error.worst_tensor})"
+
+
+def convert_command(recipe: ConvertRecipe, folder: str) -> str:
+    """The command line that makes an artifact of `recipe` in `folder`; what is a default is left out."""
+    options: list[tuple[str, object]] = [("method", recipe.method), ("bits", recipe.bits), ("format", recipe.format)]
+    options += [*sorted(recipe.options.items()), *(("adapter", adapter) for adapter in recipe.adapters)]
+    default = CalibrationSpec()
+    options += [(f"calibration_{k}", value) for k, value in recipe.calibration if value != getattr(default, k)]
+    options += [("revision", recipe.revision), ("seed", recipe.seed or None)]
+    words = []
+    for name, value in options:
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)]
+    return shell_words("convert", operand(recipe.model), *words, "--out", folder)
+
+
+def operand(text: str) -> str:
+    """`text` as an argument that is taken for no option."""
+    return f"./{text}" if text.startswith("-") else text
+
+
+def shell_words(command: str, *arguments: str) -> str:
+    """A command of quantkit as a shell takes it."""
+    return shlex.join(["quantkit", command, *arguments])
 
 
 def _measured(text: str) -> str:

@@ -1,234 +1,268 @@
 """The picture: perplexity against size relative to float16, one mark a variant, the sources' levels dashed.
 
 One model has a colour for each method; of several models each has one, and many have small panels of their own.
+Labels stand next to their marks and hide nothing; those further away have a line to their mark.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.text import Text
-from matplotlib.transforms import Bbox
+import numpy as np
+from matplotlib.textpath import TextPath
+from numpy.typing import NDArray
 
-from quantkit.report.labels import MARK, SPOTS, alignment, around, is_led, places
+from quantkit.report.table import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from quantkit.report.records import Measurement, ModelEntry, Report
+    from quantkit.report.table import Table
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 FAR = 3.0  # perplexities beyond this many times the source's are drawn at the upper edge
 TOGETHER = 3  # models in one panel
-COVERED = 8  # pixels between marks of which one covers the other
-SHARED = "#404040"  # of what marks of several colours have in common
+LETTERS = 7  # points
+MARK = 5  # pixels from the middle of a mark to its sides, with some room
+# Where a label may be, in points from its mark: the nearer ones first.
+SPOTS = [
+    (round(far * math.cos(turn)), round(far * math.sin(turn)))
+    for far in (8, 14, 22, 32, 44, 56, 68, 80)
+    for turn in map(math.radians, (0, 180, 35, 145, -35, -145, 65, 115, -65, -115, 15, 165, -15, -165, 80, -80))
+]
+IS_LED = np.array([math.hypot(*spot) > 12 for spot in SPOTS])  # points: a label further away has a line to its mark
+RANK = np.arange(len(SPOTS))
+# What a spot costs: outside of the axes, or nearer to another mark without a line; for each thing that it hides, for
+# each mark that its line crosses, and for its distance.
+OUTSIDE, HIDDEN, CROSSED, FURTHER = 1000.0, 10.0, 2.0, 0.02
+ROUNDS = 8  # of placing all labels
+
+Boxes = NDArray[np.float64]  # (..., 4): left, low, right, high in pixels
 
 
 @dataclass(frozen=True)
 class Point:
-    """A variant: its size relative to float16, its perplexity with the error, and how it is drawn."""
+    """A variant as it is drawn: its size relative to float16, its perplexity with the error, and the words next to it.
 
-    label: str
+    One whose perplexity is too far is drawn at the upper edge, with the perplexity in its words and no error.
+    """
+
+    words: str
     method: str | None
     size: float
-    perplexity: float
+    height: float
     error: float
-    ceiling: float
     colour: str
     group: str
 
-    @property
-    def height(self) -> float:
-        """Where it is drawn."""
-        return min(self.perplexity, self.ceiling)
 
-    @property
-    def text(self) -> str:
-        """The label, with the perplexity where that is beyond the picture."""
-        return self.label if self.perplexity <= self.ceiling else f"{self.label} ({self.perplexity:.0f} ↑)"
-
-
-def draw(models: Sequence[Sequence[Report]], folder: Path) -> list[Path]:
-    """Write perplexity-size.svg and .png of the reports of each model; nothing where no perplexity was measured."""
+def draw(table: Table, folder: Path) -> list[Path]:
+    """Write perplexity-size.svg and .png of a table; nothing where no perplexity was measured."""
     import matplotlib as mpl
 
-    models = [reports for reports in models if any(True for _ in _measured(reports))]
-    if not models:
-        return []
     with mpl.rc_context({"svg.hashsalt": "quantkit", "font.size": 9}):
-        figure = picture(models)
+        figure = picture(table)
+        if figure is None:
+            return []
         paths = [folder / "perplexity-size.svg", folder / "perplexity-size.png"]
         figure.savefig(paths[0], metadata={"Date": None})
         figure.savefig(paths[1], dpi=150)
     return paths
 
 
-def picture(models: Sequence[Sequence[Report]]) -> Figure:
-    """The drawing of models that have perplexities, with its labels in their places."""
+def picture(table: Table) -> Figure | None:
+    """The drawing of the models that have perplexities, with its labels in their places; None where there is none."""
     from matplotlib.figure import Figure
 
-    panels = [models] if len(models) <= TOGETHER else [[reports] for reports in models]
+    models = {model: points for model in table.models if (points := points_of(table, model))}
+    if not models:
+        return None
+    panels = [models] if len(models) <= TOGETHER else [{model: points} for model, points in models.items()]
     across = min(2, len(panels))
     down = -(-len(panels) // across)
     figure = Figure(figsize=(8, 5 if len(panels) == 1 else 4 * down), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False).flatten()
     for spare in grid[len(panels) :]:
         spare.remove()
-    drawn = [(axes, _panel(axes, panel)) for axes, panel in zip(grid, panels, strict=False)]
-    one, windows = models[0][0], models[0][0].windows
-    of, level = (f"{one.model.name}: ", "the source model") if len(models) == 1 else ("", "the source models")
+    for axes, panel in zip(grid, panels, strict=False):
+        _panel(axes, panel, None if len(panels) == 1 else next(iter(panel)))
+    one = table.reports[0]
+    of, level = (f"{next(iter(models))}: ", "the source model") if len(models) == 1 else ("", "the source models")
     figure.suptitle(f"{of}perplexity against size; dashed: {level}\n{one.text.name}", fontsize="large")
     figure.supxlabel("size of the weight files relative to float16", fontsize="medium")
-    figure.supylabel(
-        f"perplexity ({windows.protocol}, {windows.windows} windows of {windows.n_ctx})", fontsize="medium"
-    )
+    w = one.windows
+    figure.supylabel(f"perplexity ({w.protocol}, {w.windows} windows of {w.n_ctx})", fontsize="medium")
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # a label that stands moves nothing
-    for axes, points in drawn:
-        _place(axes, points)
+    figure.set_layout_engine("none")  # a label that is placed moves nothing
+    for axes, panel in zip(grid, panels, strict=False):
+        _write_labels(axes, [point for points in panel.values() for point in points])
     return figure
 
 
-def _measured(reports: Sequence[Report]) -> Iterator[tuple[ModelEntry, Measurement, Measurement]]:
-    """What has both: the variant, its perplexity, its bits per weight."""
-    for report in reports:
-        perplexity, size = report.find("perplexity"), report.find("bits_per_weight")
-        if perplexity and size:
-            yield report.model, perplexity, size
-
-
-def _points(reports: Sequence[Report], colour: str | None) -> list[Point]:
-    """A model's variants; the colours are the methods' where no `colour` is given."""
-    measured = list(_measured(reports))
-    methods = sorted({model.method or "source" for model, *_ in measured})
-    level = next((p.value for model, p, _ in measured if model.method is None), None)
-    ceiling = (level or min(p.value for _, p, _ in measured)) * FAR
-    return [
-        Point(
-            *(model.label, model.method, size.value / 16, p.value, p.stderr or 0.0, ceiling),
-            colour or COLOURS[methods.index(model.method or "source") % len(COLOURS)],
-            model.name if colour else model.method or "source",
-        )
-        for model, p, size in measured
+def points_of(table: Table, model: str) -> list[Point]:
+    """A model's variants that have a perplexity and a size; the colours are the methods' where there is one model."""
+    measured = [
+        (report.model, perplexity, bits)
+        for report in table.variants(model)
+        if (perplexity := report.find("perplexity")) and (bits := report.find("bits_per_weight"))
     ]
+    level = next((p.value for entry, p, _ in measured if entry.method is None), None)
+    ceiling = (level or min((p.value for _, p, _ in measured), default=0.0)) * FAR
+    several = len(table.models) > 1
+    points = []
+    for entry, p, bits in measured:
+        group = model if several else entry.method
+        place = (table.models if several else table.methods).index(group) if group else -1
+        colour = COLOURS[place % (len(COLOURS) - 1)] if group else COLOURS[-1]
+        far = p.value > ceiling
+        words = f"{entry.label} ({p.value:.0f} ↑)" if far else entry.label
+        where = (bits.value / 16, min(p.value, ceiling), 0.0 if far else p.stderr or 0.0)
+        points.append(Point(words, entry.method, *where, colour, group or "source"))
+    return points
 
 
-def _panel(axes: Any, models: Sequence[Sequence[Report]]) -> list[Point]:
-    """Draw all but the labels; return the points."""
-    colours = [COLOURS[i % len(COLOURS)] for i in range(len(models))] if len(models) > 1 else [None]
+def _panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None:
+    """Draw all but the labels."""
     named: set[str] = set()
-    everything = []
-    for reports, colour in zip(models, colours, strict=True):
-        points = _points(reports, colour)
-        everything += points
-        for method in sorted({point.method or "" for point in points}):
-            mine = sorted((p for p in points if (p.method or "") == method), key=lambda p: p.size)
-            group = mine[0].group
+    for points in models.values():
+        for method in dict.fromkeys(point.method for point in points):
+            mine = sorted((p for p in points if p.method == method), key=lambda p: p.size)
             axes.errorbar(
                 [p.size for p in mine],
                 [p.height for p in mine],
-                yerr=[p.error if p.height == p.perplexity else 0 for p in mine],
+                yerr=[p.error for p in mine],
                 marker="o" if method else "s",
                 capsize=2,
                 linestyle="-" if len(mine) > 1 else "",
                 linewidth=0.8,
                 color=mine[0].colour,
-                label=None if group in named else group,
+                label=None if mine[0].group in named else mine[0].group,
             )
-            named.add(group)
+            named.add(mine[0].group)
         for point in points:
             if point.method is None:
-                axes.axhline(point.perplexity, linestyle="--", color=colour or "grey", linewidth=0.8)
-    alone = axes.get_subplotspec().get_gridspec().ncols == 1
-    axes.legend(fontsize=8, title=None if alone else models[0][0].model.name)
+                axes.axhline(point.height, linestyle="--", color=point.colour, linewidth=0.8)
+    axes.legend(fontsize=8, title=title)
     axes.grid(visible=True, linewidth=0.3)
-    return everything
 
 
-def _obstacles(axes: Any, points: Sequence[Point]) -> list[Bbox]:
-    """What a label must not lie on: marks, error bars, lines between marks, dashed levels, the legend."""
+def obstacles(axes: Any, points: Sequence[Point]) -> Boxes:
+    """(N, 4) boxes that no label may lie on: marks, error bars, lines between marks, dashed levels, the legend."""
     at = axes.transData.transform
-    boxes = [axes.get_legend().get_window_extent()]
+    left, _, right, _ = axes.get_window_extent().extents
+    boxes = [axes.get_legend().get_window_extent().extents]
     for p in points:
         x, y = at((p.size, p.height))
-        up = abs(at((p.size, p.height + p.error))[1] - y) if p.height == p.perplexity else 0
-        boxes.append(around(x, y, MARK, max(up, MARK)))
+        up = max(abs(at((p.size, p.height + p.error))[1] - y), MARK)
+        boxes.append((x - MARK, y - up, x + MARK, y + up))
         if p.method is None:
-            left, right = axes.get_window_extent().intervalx
-            boxes.append(Bbox.from_extents(left, y - 1, right, y + 1))
+            boxes.append((left, y - 1, right, y + 1))
     for line in axes.get_lines():
-        if line.get_linestyle() != "-":
-            continue
-        for (x0, y0), (x1, y1) in pairwise(at(line.get_xydata())):
-            steps = max(2, int(math.hypot(x1 - x0, y1 - y0) / 4))
-            for i in range(steps + 1):
-                x, y = x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps
-                boxes.append(around(x, y, 1))
-    return boxes
+        for start, end in pairwise(at(line.get_xydata())) if line.get_linestyle() == "-" else ():
+            steps = np.linspace(start, end, 1 + max(2, int(math.dist(start, end) / 4)))
+            boxes += np.concatenate([steps - 1, steps + 1], axis=1).tolist()
+    return np.array(boxes)
 
 
-def _place(axes: Any, points: Sequence[Point]) -> None:
-    """Write the labels; what several models' marks at one place have in common is written once."""
-    labels = _labels(axes, points)
-    sizes = []
-    for label in labels:
-        text = _write(axes, label, *SPOTS[0])
-        width, height = _extent(text).size
-        sizes.append((float(width), float(height)))
-        text.remove()
-    found = places(
-        [_middle(axes, label) for label in labels],
-        sizes,
-        [_middle(axes, point) for point in points],
-        _obstacles(axes, points),
-        axes.get_window_extent(),
-        axes.figure.dpi / 72,
+def _write_labels(axes: Any, points: Sequence[Point]) -> None:
+    """Write each label where it costs least."""
+    pixels = axes.figure.dpi / 72
+    wide = [TextPath((0, 0), point.words, LETTERS).get_extents().width for point in points]
+    sizes = [(1.08 * width * pixels, 1.2 * LETTERS * pixels) for width in wide]  # with some room: pixels round up
+    middles = axes.transData.transform([(point.size, point.height) for point in points])
+    found = places(middles, sizes, obstacles(axes, points), axes.get_window_extent().extents, pixels)
+    for point, spot in zip(points, found, strict=True):
+        across, up = _alignment(*spot)
+        line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+        axes.annotate(
+            point.words,
+            (point.size, point.height),
+            color=point.colour,
+            xytext=spot,
+            textcoords="offset points",
+            fontsize=LETTERS,
+            ha=across,
+            va=up,
+            arrowprops=line if IS_LED[SPOTS.index(spot)] else None,
+        )
+
+
+def _alignment(dx: int, dy: int) -> tuple[str, str]:
+    """Which side of the label is so many points from its mark, across and upwards."""
+    return "left" if dx > 0 else "right", "center" if abs(dy) < abs(dx) else "bottom" if dy > 0 else "top"
+
+
+def places(
+    middles: Boxes, sizes: Sequence[tuple[float, float]], taken: Boxes, frame: Boxes, pixels: float
+) -> list[tuple[int, int]]:
+    """Return for each label its place in points from its mark.
+
+    `middles` (L, 2) of the marks, `sizes` of the L labels' words, `taken` (N, 4) that no label may lie on, `frame` (4,)
+    that all labels stay in: all in pixels, of which a point has so many.
+    """
+    shapes, costs = [], []
+    for mark, (wide, tall) in zip(middles, sizes, strict=True):
+        corners = []
+        for dx, dy in SPOTS:
+            across, up = _alignment(dx, dy)
+            left = mark[0] + dx * pixels - (0 if across == "left" else wide)
+            low = mark[1] + dy * pixels - tall * {"bottom": 0.0, "center": 0.5, "top": 1.0}[up]
+            corners.append((left, low, left + wide, low + tall))
+        boxes = np.array(corners)
+        line = np.linspace(np.broadcast_to(mark, (len(SPOTS), 2)), (boxes[:, :2] + boxes[:, 2:]) / 2, 40, axis=1)
+        line[~IS_LED] = np.nan  # which lies on nothing
+        shape = np.concatenate([boxes[:, None], np.concatenate([line - 1, line + 1], axis=2)], axis=1)
+        others = middles[np.hypot(*(middles - mark).T) > 2 * MARK]
+        own = _distances(boxes, mark[None])[:, 0]
+        nearer = _distances(boxes, others).min(1, initial=np.inf) < own
+        out = (boxes[:, :2] < frame[:2]).any(1) | (boxes[:, 2:] > frame[2:]).any(1)
+        crossed = sum(_overlap(shape, np.concatenate([other - MARK, other + MARK])).any(1) for other in others)
+        hidden = _overlap(boxes[:, None], taken).sum(1)
+        shapes.append(shape)
+        costs.append(
+            OUTSIDE * (out | (nearer & ~IS_LED)) + HIDDEN * hidden + CROSSED * (crossed + nearer) + FURTHER * RANK
+        )
+    orders = [np.argsort(sign * middles[:, way], kind="stable") for way in (1, 0) for sign in (-1, 1)]
+    tried = [_chosen(order.tolist(), shapes, costs) for order in orders]
+    return [SPOTS[place] for _, place in sorted(min(tried, key=lambda found: found[0])[1].items())]
+
+
+def _chosen(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -> tuple[float, dict[int, int]]:
+    """What all labels cost, and the spot of each: in turn where it costs least next to those that are placed.
+
+    `shapes` (S, 1 + K, 4) have at each spot the box of the words, and points of the line to the mark.
+    """
+    chosen: dict[int, int] = {}
+    for _ in range(ROUNDS):
+        total, before = 0.0, dict(chosen)
+        for i in order:
+            cost = costs[i]
+            for j, place in chosen.items():
+                if j != i:
+                    theirs = shapes[j][place]
+                    cost = cost + HIDDEN * _overlap(shapes[i], theirs[0]).any(1)
+                    cost = cost + HIDDEN * _overlap(shapes[i][:, :1], theirs).any(1)
+            chosen[i] = int(cost.argmin())
+            total += float(cost.min())
+        if chosen == before:
+            break
+    return total, chosen
+
+
+def _overlap(boxes: Boxes, others: Boxes) -> NDArray[np.bool_]:
+    """Which boxes overlap which others, (..., 4) each."""
+    overlap: NDArray[np.bool_] = np.all(
+        (boxes[..., :2] <= others[..., 2:]) & (others[..., :2] <= boxes[..., 2:]), axis=-1
     )
-    for label, (dx, dy) in zip(labels, found, strict=True):
-        _extent(_write(axes, label, dx, dy))
+    return overlap
 
 
-def _middle(axes: Any, point: Point) -> tuple[float, float]:
-    """Where a point's mark is, in pixels."""
-    x, y = axes.transData.transform((point.size, point.height))
-    return float(x), float(y)
-
-
-def _labels(axes: Any, points: Sequence[Point]) -> list[Point]:
-    """The points that get a label: of those whose marks cover each other and that say the same, one, in grey."""
-    labels: list[Point] = []
-    for point in points:
-        for i, other in enumerate(labels):
-            if other.text == point.text and math.dist(_middle(axes, other), _middle(axes, point)) < COVERED:
-                labels[i] = replace(other, colour=SHARED if point.colour != other.colour else other.colour)
-                break
-        else:
-            labels.append(point)
-    return labels
-
-
-def _extent(label: Any) -> Bbox:
-    """Where a label's words are, without the line to its mark."""
-    label.get_window_extent()  # which puts them in their place
-    return Text.get_window_extent(label)
-
-
-def _write(axes: Any, point: Point, dx: int, dy: int) -> Any:
-    across, up = alignment(dx, dy)
-    line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
-    return axes.annotate(
-        point.text,
-        (point.size, point.height),
-        color=point.colour,
-        xytext=(dx, dy),
-        textcoords="offset points",
-        fontsize=7,
-        ha=across,
-        va=up,
-        arrowprops=line if is_led(dx, dy) else None,
-    )
+def _distances(boxes: Boxes, points: Boxes) -> Boxes:
+    """(B, P): pixels from boxes to points; 0 inside."""
+    low, high = boxes[:, None, :2] - points, points - boxes[:, None, 2:]
+    distances: Boxes = np.linalg.norm(np.maximum(np.maximum(low, high), 0), axis=-1)
+    return distances

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +47,11 @@ class Measurement(Strict):
     stderr: float | None = None
     details: dict[str, float | str] = Field(default_factory=dict)
     sums: tuple[Finite, ...] = ()
+
+    def text(self, digits: int) -> str:
+        """The value with so many digits behind the point, and its standard error; a zero has no sign."""
+        error = "" if self.stderr is None else f" ± {self.stderr:.{digits}f}"
+        return f"{self.value:z.{digits}f}{error}"
 
 
 class ModelEntry(Strict):
@@ -136,7 +142,7 @@ class Report(Strict):
         w = self.windows
         cut = f"{w.windows} windows of {w.n_ctx}" if w.documents is None else f"{w.documents} pages"
         named = (self.find(name) for name in (TEXT_RATES if w.documents else ("perplexity",)))
-        rates = ", ".join(_text(m) for m in named if m is not None)
+        rates = ", ".join(_named(m, 4) for m in named if m is not None)
         lines = [
             f"{self.model.label}: {rates} (protocol {w.protocol}, {cut}, {w.scored} targets, text {self.text.name}, "
             f"engine {self.engine.name} in {self.engine.dtype})"
@@ -145,17 +151,33 @@ class Report(Strict):
             spread = ", ".join(f"{name} {float(value):.5f}" for name, value in kld.details.items())
             others = (self.find(name) for name in DIVERGENCES)
             lines += [
-                f"  {_text(kld, 6)} nats from the source in {base.dtype} ({spread})",
-                f"  {', '.join(_text(m, 6) for m in others if m is not None)}",
-                f"  noise floor: the source in bfloat16 has a KLD of {base.noise:.2g} ± {base.noise_stderr:.1g}; "
-                f"float16 in the baseline costs {base.rounding:.1g}",
+                f"  {_named(kld, 6)} nats from the source in {base.dtype} ({spread})",
+                f"  {', '.join(_named(m, 6) for m in others if m is not None)}",
+                f"  noise floor: {noise_of([self])[1]}; float16 in the baseline costs {base.rounding:.1g}",
             ]
         return [*lines, *(f"  note: {note}" for note in (*self.notes, *self.engine.notes))]
 
 
-def _text(m: Measurement, digits: int = 4) -> str:
-    error = "" if m.stderr is None else f" ± {m.stderr:.{digits}f}"
-    return f"{NAMES.get(m.name, m.name.replace('_', ' '))} {m.value:.{digits}f}{error}"
+def _named(m: Measurement, digits: int) -> str:
+    return f"{NAMES.get(m.name, m.name.replace('_', ' '))} {m.text(digits)}"
+
+
+def noise_of(reports: Iterable[Report]) -> tuple[float, str]:
+    """Return the noise floor of a model's divergences in nats, and the words for it; 0 where none was measured.
+
+    Where the source itself was evaluated in bfloat16, its divergence is the floor. The baseline's own figure is of the
+    text's first windows, so the two would differ.
+    """
+    reports = list(reports)
+    for report in reports:
+        own = report.find("kld")
+        if own is not None and report.model.method is None and report.engine.dtype == "bfloat16":
+            return own.value, f"the source in bfloat16 has a KLD of {own.text(5)}"
+    base = next((report.baseline for report in reports if report.baseline), None)
+    if base is None:
+        return 0.0, ""
+    figure = f"{base.noise:.2g} ± {base.noise_stderr:.1g}"
+    return base.noise, f"the source in bfloat16 has a KLD of {figure} on the first windows"
 
 
 def read_report(path: Path) -> Report:

@@ -1,6 +1,8 @@
-"""The comparison table: a block per model, rows perplexity / size / ms a token, columns the variants.
+"""The table: reports side by side, of one model's variants or of several models and machines.
 
-Every figure comes from a Report. Reports that were measured differently are refused, with the field that differs.
+Every figure comes from a Report. Columns are variants, rows are measures, model by model. Figures of quality have one
+row, since they do not depend on the machine; figures of speed and memory have a row for each machine. Reports that were
+measured differently are refused, with the field that differs.
 """
 
 from __future__ import annotations
@@ -9,28 +11,50 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from quantkit.errors import ReportError
-from quantkit.report.best import best
-from quantkit.report.markdown import escaped
-from quantkit.report.records import Measurement, Report
+from rich.console import Group
+
+from quantkit.errors import ReportError, one_line
+from quantkit.report.records import Measurement, Report, noise_of, report_of
 from quantkit.report.screen import Grid, drawn, plain
+from quantkit.report.statistics import best
 from quantkit.system.processor import threads
+from quantkit.untrusted import LARGEST_NAME, path_of, read_object, shown
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Console
 
 EMPTY = "-"
-LEGEND = "better than every other copy beyond the error of the difference (95 %)."
+UNCOMPRESSED = 15.5  # bits per weight from which a copy is not quantized, such as float16
+LEGEND = "better than every other quantized copy beyond the error of the difference (95 %)."
 MORE = "Notes in full: --notes, or table.md where there is one."
-MAIN = ("perplexity", "word perplexity", "KLD from source", "file size")  # of a line
-PERCENTILE = "KLD, 99th percentile"
+KLD, PERCENTILE = "KLD from source", "KLD, 99th percentile"
+MAIN = ("perplexity", "word perplexity", KLD, "file size")  # of a line
+ROUNDING = 1e-4  # of a figure, which other processors' products may change it by
+TABLE = "table.json"
+LONGEST = 2000  # characters of one text in Markdown or HTML
+# What would begin HTML, an entity, a link, code, emphasis or a cell.
+ENTITIES = {"<": "&lt;", "&": "&amp;"}
+SPECIAL = re.compile(r"[\\`*\[\]<|]|&(?=[#\w])")
+# Of the methods or models in the picture and on the page; the last is the source's.
+COLOURS = ("#0072b2", "#c44e00", "#008a64", "#b0508a", "#a36a00", "#2a86bd", "#1b1f24")
+
 Show = Callable[[Measurement], str]
-# What stands under a table that has figures of a name.
+# Settings that those reports of a table share which have figures of such names.
+SETTINGS_OF = {
+    "new_tokens": ("ms_per_token@",),
+    "max_tokens": ("answers_",),
+    "price_per_hour": ("cost_per_1000_tokens@",),
+}
+QUALITY = ("perplexity", "word_perplexity", "kld")
+OF_A_MACHINE = ("peak_rss_bytes", "device_peak_bytes")  # and all figures at a number of threads
+
+# What is written below a table that has figures of a name.
 NOTES = {
     "ms_per_token": "ms/token: batch 1, greedy, median of the repeats after a warm-up.",
     "ttft_ms": "ms to first token: from a prompt of at most 32 tokens to the first new one, median.",
@@ -40,265 +64,19 @@ NOTES = {
     "peak_rss_bytes": "Peak memory: resident, of a process of its own that loads and generates.",
 }
 
-# What reports in one table share.
-COMPARED: dict[str, Callable[[Report], object]] = {
-    "model": lambda r: r.model.name,
-    "protocol": lambda r: r.windows.protocol,
-    "n_ctx": lambda r: r.windows.n_ctx,
-    "windows": lambda r: r.windows.windows,
-    "text": lambda r: r.text.sha256,
-    "tokens": lambda r: r.windows.tokens_sha256,
-    "hardware": lambda r: r.hardware.cpu,
-    "baseline": lambda r: r.baseline.sha256 if r.baseline else None,
-}
-# Settings that the reports share which have figures of such names.
-SETTINGS_OF = {
-    "new_tokens": ("ms_per_token@",),
-    "max_tokens": ("answers_",),
-    "price_per_hour": ("cost_per_1000_tokens@",),
-}
-
 
 def megabytes(value: float) -> str:
     """Bytes as MB or GB (powers of ten)."""
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
-def refuse_unlike(reports: list[Report]) -> None:
-    """Raise ReportError where two reports differ in one of `COMPARED`, or in a setting that figures of both go by."""
-    if not reports:
-        raise ReportError("a table needs at least one report")
-    for field, value in COMPARED.items():
-        _refuse_unlike(field, reports, value)
-    for setting, figures in SETTINGS_OF.items():
-        having = [report for report in reports if any(m.name.startswith(figures) for m in report.measurements)]
-        _refuse_unlike(setting, having, partial(_setting, setting))
+def escaped(text: str) -> str:
+    """`text` on one line of Markdown, also in a cell of a table: every reader shows it as it is, whoever wrote it."""
+    return SPECIAL.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text, LONGEST))
 
 
-def _setting(name: str, report: Report) -> object:
-    return getattr(report.settings, name)
-
-
-def _refuse_unlike(field: str, reports: list[Report], value: Callable[[Report], object]) -> None:
-    for other in reports[1:]:
-        one, two = value(reports[0]), value(other)
-        if one != two:
-            raise ReportError(
-                f"{reports[0].model.label} and {other.model.label} cannot stand in one table: their {field} differs "
-                f"({one} and {two}). Evaluate both in the same way."
-            )
-
-
-@dataclass(frozen=True)
-class Table:
-    """Reports of one model's variants, the source first."""
-
-    reports: tuple[Report, ...]
-
-    def __post_init__(self) -> None:
-        refuse_unlike(list(self.reports))
-
-    @property
-    def model(self) -> str:
-        """The source model."""
-        return self.reports[0].model.name
-
-    @property
-    def columns(self) -> list[str]:
-        """Labels of the variants."""
-        return [report.model.label for report in self.reports]
-
-    def rows(self) -> list[tuple[str, list[str]]]:
-        """(name, one cell for each variant), as printed."""
-        rows = []
-        for title, name, show in self.measures():
-            figures = [report.find(name) for report in self.reports]
-            if any(figures):
-                rows.append((title, [show(m) if m else EMPTY for m in figures]))
-        rows.append(("engine", [report.engine.where for report in self.reports]))
-        return rows
-
-    def best(self) -> dict[str, int]:
-        """The column of the best copy by the row's name, where one is better than every other beyond the error."""
-        # A percentile has no error: what the figure carries is the mean's.
-        copies = [(i, report) for i, report in enumerate(self.reports) if report.model.method is not None]
-        winners = {}
-        for title, name, _ in self.measures():
-            place = best([None if title == PERCENTILE else report.find(name) for _, report in copies])
-            if place is not None:
-                winners[title] = copies[place][0]
-        return winners
-
-    def measures(self) -> list[tuple[str, str, Show]]:
-        """(title, name of the figure, how it is shown) of all that can have a row."""
-        return [
-            ("perplexity", "perplexity", _with_error),
-            ("word perplexity", "word_perplexity", _with_error),
-            ("bits per byte", "bits_per_byte", lambda m: _with_error(m, 4)),
-            ("KLD from source", "kld", _divergence),
-            (PERCENTILE, "kld", lambda m: f"{float(m.details['p99']):.4f}"),
-            ("same top token", "same_top_p", lambda m: f"{100 * m.value:.2f} %"),
-            ("file size", "weight_bytes", lambda m: megabytes(m.value)),
-            ("bits per weight", "bits_per_weight", lambda m: f"{m.value:.2f}"),
-            *self._per_threads("ms/token", "ms_per_token", _ms),
-            *self._per_threads("ms to first token", "ttft_ms", _ms),
-            *self._per_threads("prompt tokens/s", "pp", _with_deviation),
-            *self._per_threads("generated tokens/s", "tg", _with_deviation),
-            *self._per_threads("answers: tokens/s", "answers_tokens_per_second", lambda m: _with_error(m, 1)),
-            *self._per_threads("answers: seconds", "answers_seconds", lambda m: _with_error(m, 2)),
-            *self._per_threads("answers: tokens", "answers_tokens", lambda m: _with_error(m, 1)),
-            *self._per_threads("answers: ms to first token", "answers_ttft_ms", _percentiles),
-            *self._per_threads("answers: ms/token", "answers_ms_per_token", _percentiles),
-            *self._per_threads("answers: ms between tokens", "answers_itl_ms", _percentiles),
-            *self._per_threads("cost per 1,000 tokens", "cost_per_1000_tokens", lambda m: f"{m.value:.3g}"),
-            ("peak memory", "peak_rss_bytes", lambda m: megabytes(m.value)),
-            ("peak memory of the GPU", "device_peak_bytes", lambda m: megabytes(m.value)),
-        ]
-
-    def _per_threads(self, title: str, prefix: str, show: Show) -> Iterator[tuple[str, str, Show]]:
-        """A row for each figure NAME@THREADS; a prefix such as pp stands for pp512, too."""
-        pattern = re.compile(rf"({prefix}\d*)@(\d+)")
-        names = {m.name for report in self.reports for m in report.measurements}
-        matches = [match for name in names if (match := pattern.fullmatch(name))]
-        for match in sorted(matches, key=lambda match: int(match[2])):
-            kind = f" ({match[1]})" if match[1] != prefix else ""
-            yield f"{title}{kind} @ {threads(int(match[2]))}", match[0], show
-
-    @property
-    def _text(self) -> str:
-        text = self.reports[0].text
-        return text.name + (" (not WikiText: compare only within this table)" if text.bundled else "")
-
-    @property
-    def _hardware(self) -> str:
-        h = self.reports[0].hardware
-        return f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB."
-
-    def _has(self, name: str) -> bool:
-        return any(m.name.partition("@")[0] == name for report in self.reports for m in report.measurements)
-
-    def notes(self) -> list[str]:
-        """What stands under the table: protocol, text, windows, hardware, engines, and remarks of the variants."""
-        one = self.reports[0]
-        w = one.windows
-        counted = "the second half of each counted" if w.first else "every target counted"
-        cut = f"{w.windows} windows of {w.n_ctx} tokens"
-        if w.documents:
-            cut = f"{w.documents} pages in windows of at most {w.n_ctx} tokens"
-        lines = []
-        if self._has("perplexity"):
-            lines = [
-                f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} targets).",
-                f"Text: {self._text}, sha256 {one.text.sha256[:12]}.",
-            ]
-        lines.append(self._hardware)
-        lines += [note for name, note in NOTES.items() if self._has(name)]
-        if base := one.baseline:
-            lines.append(
-                f"KLD: nats a target, from the source in {base.dtype}. Noise floor: the source in bfloat16 has "
-                f"{base.noise:.2g} ± {base.noise_stderr:.1g}; keeping its states in float16 costs {base.rounding:.1g}."
-            )
-        engines: dict[str, list[str]] = {}
-        for report in self.reports:
-            e = report.engine
-            engines.setdefault(f"{e.name} {e.version}, computing in {e.dtype}", []).append(report.model.label)
-        lines += [f"{engine}: {', '.join(labels)}." for engine, labels in engines.items()]
-        remarks = [(r.model.label, note) for r in self.reports for note in (*_of_figures(r), *r.model.notes)]
-        return lines + _grouped(remarks)
-
-    def short_notes(self) -> list[str]:
-        """What changes how a figure is read, each once; of how the copies were made only the first words."""
-        one = self.reports[0]
-        w = one.windows
-        lines = []
-        if self._has("perplexity"):
-            lines = [f"Perplexity: {w.protocol}, {w.windows} windows of {w.n_ctx} tokens of {self._text}."]
-        if one.baseline:
-            lines.append(f"KLD: nats a target, from the source in {one.baseline.dtype}.")
-        lines.append(self._hardware)
-        figures = [(r.model.label, note) for r in self.reports for note in _of_figures(r)]
-        made = [(r.model.label, re.split(r": |; | \(", note)[0]) for r in self.reports for note in r.model.notes]
-        return lines + _grouped(figures) + _grouped(made)
-
-    def line(self) -> str:
-        """The last variant's main figures in one line."""
-        named = {title: cells[-1] for title, cells in self.rows() if cells[-1] != EMPTY}
-        shown = [f"{title} {named[title]}" for title in MAIN if title in named]
-        shown += [f"{value} {title}" for title, value in named.items() if title.startswith("ms/token")]
-        return f"{self.columns[-1]}: {', '.join(shown)}"
-
-    def drawn(self, width: int, transpose: bool | None = None) -> Group:
-        """For a screen of `width` columns; `transpose`: a row for each variant, by default where columns do not fit."""
-        rows, best = self.rows(), self.best()
-        marked = frozenset((i, best[title]) for i, (title, _) in enumerate(rows) if title in best)
-        grid = Grid([title for title, _ in rows], self.columns, [cells for _, cells in rows], marked)
-        return drawn(grid, self.model, width, transpose)
-
-    def show(self, console: Console, *, transpose: bool | None = None, notes: bool = False) -> None:
-        """Print it, below it what changes how a figure is read, or with `notes` all notes in full; see `drawn`."""
-        console.print(self.drawn(console.width, transpose))
-        lines = self.notes() if notes else [*self.short_notes(), MORE]
-        if self.best():
-            lines.insert(0, f"* {LEGEND}")
-        for line in lines:
-            console.print(plain(line), style="dim", soft_wrap=not console.is_terminal)  # a log's lines stay whole
-
-    def to_markdown(self) -> str:
-        """The table as GitHub Markdown, notes below a fold; the best copy of a row in bold."""
-        lines = [
-            "| Model | Measure | " + " | ".join(map(escaped, self.columns)) + " |",
-            "|---|---|" + "---:|" * len(self.columns),
-        ]
-        model = escaped(self.model)
-        winners = self.best()
-        for title, cells in self.rows():
-            texts = [
-                f"**{escaped(cell)}**" if winners.get(title) == i else escaped(cell) for i, cell in enumerate(cells)
-            ]
-            lines.append(f"| {model} | {title} | " + " | ".join(texts) + " |")
-        lines += ["", *(f"- {escaped(note)}" for note in self.short_notes())]
-        if winners:
-            lines.append(f"- **Bold**: {LEGEND}")
-        lines += ["", "<details><summary>Notes in full</summary>", ""]
-        lines += [*(f"- {escaped(note)}" for note in self.notes()), "", "</details>"]
-        return "\n".join(lines) + "\n"
-
-    def to_csv(self) -> str:
-        """One line for each figure: model, variant, measure, value, unit, standard error, n."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["model", "variant", "measure", "value", "unit", "stderr", "n"])
-        for report in self.reports:
-            for m in report.measurements:
-                stderr = "" if m.stderr is None else m.stderr
-                writer.writerow([self.model, report.model.label, m.name, m.value, m.unit, stderr, m.n or ""])
-        return out.getvalue()
-
-    def to_json(self) -> str:
-        """All reports in full."""
-        return json.dumps({"reports": [report.model_dump() for report in self.reports]}, indent=2) + "\n"
-
-
-def _of_figures(report: Report) -> tuple[str, ...]:
-    """Remarks on the judgement, not on how the variant was made."""
-    return (*report.notes, *report.engine.notes)
-
-
-def _grouped(remarks: list[tuple[str, str]]) -> list[str]:
-    """(variant, remark) as lines, each remark once."""
-    labels: dict[str, dict[str, None]] = {}
-    for label, note in remarks:
-        labels.setdefault(note, {})[label] = None
-    return [f"{', '.join(variants)}: {note}." for note, variants in labels.items()]
-
-
-def _with_error(m: Measurement, digits: int | None = None) -> str:
-    digits = digits or (2 if m.value < 1000 else 0)
-    return f"{m.value:.{digits}f}" + (f" ± {m.stderr:.{digits}f}" if m.stderr is not None else "")
-
-
-def _divergence(m: Measurement) -> str:
-    return _with_error(m, 5)
+def _perplexity(m: Measurement) -> str:
+    return m.text(2 if m.value < 1000 else 0)
 
 
 def _with_deviation(m: Measurement) -> str:
@@ -309,5 +87,402 @@ def _percentiles(m: Measurement) -> str:
     return " / ".join(f"{float(m.details[at]):.1f}" for at in ("p50", "p90", "p99"))
 
 
-def _ms(m: Measurement) -> str:
+def _bytes(m: Measurement) -> str:
+    return megabytes(m.value)
+
+
+def _tenths(m: Measurement) -> str:
     return f"{m.value:.1f}"
+
+
+# (title, name of the figure, how it is shown) of each row. NAME stands for NAME@THREADS, pp for pp512, too.
+MEASURES: tuple[tuple[str, str, Show], ...] = (
+    ("perplexity", "perplexity", _perplexity),
+    ("word perplexity", "word_perplexity", _perplexity),
+    ("bits per byte", "bits_per_byte", lambda m: m.text(4)),
+    (KLD, "kld", lambda m: m.text(5)),
+    (PERCENTILE, "kld", lambda m: f"{float(m.details['p99']):z.4f}"),
+    ("same top token", "same_top_p", lambda m: f"{100 * m.value:.2f} %"),
+    ("file size", "weight_bytes", _bytes),
+    ("bits per weight", "bits_per_weight", lambda m: f"{m.value:.2f}"),
+    ("ms/token", "ms_per_token", _tenths),
+    ("ms to first token", "ttft_ms", _tenths),
+    ("prompt tokens/s", "pp", _with_deviation),
+    ("generated tokens/s", "tg", _with_deviation),
+    ("answers: tokens/s", "answers_tokens_per_second", lambda m: m.text(1)),
+    ("answers: seconds", "answers_seconds", lambda m: m.text(2)),
+    ("answers: tokens", "answers_tokens", lambda m: m.text(1)),
+    ("answers: ms to first token", "answers_ttft_ms", _percentiles),
+    ("answers: ms/token", "answers_ms_per_token", _percentiles),
+    ("answers: ms between tokens", "answers_itl_ms", _percentiles),
+    ("cost per 1,000 tokens", "cost_per_1000_tokens", lambda m: f"{m.value:.3g}"),
+    ("peak memory", "peak_rss_bytes", _bytes),
+    ("peak memory of the GPU", "device_peak_bytes", _bytes),
+)
+
+
+def _measures(reports: Iterable[Report]) -> Iterator[tuple[str, str, Show]]:
+    """(title, name of the figure, how it is shown) of what one of the reports has, in order, by threads."""
+    names = {m.name for report in reports for m in report.measurements}
+    for title, prefix, show in MEASURES:
+        found = [match for name in names if (match := re.fullmatch(rf"({prefix}\d*)(?:@(\d+))?", name))]
+        for match in sorted(found, key=lambda match: (int(match[2] or 0), match[1])):
+            kind = f" ({match[1]})" if match[1] != prefix else ""
+            cores = f" @ {threads(int(match[2]))}" if match[2] else ""
+            yield f"{title}{kind}{cores}", match[0], show
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measure of one model: for each column its figure and how it is shown, and the column of the best copy."""
+
+    title: str
+    figures: tuple[Measurement | None, ...]
+    cells: tuple[str, ...]
+    best: int | None = None
+
+
+class Part(NamedTuple):
+    """The reports of one model on one machine."""
+
+    model: str
+    machine: str
+    reports: list[Report]
+
+
+def _is_quantized(report: Report) -> bool:
+    bits = report.find("bits_per_weight")
+    return report.model.method is not None and (bits is None or bits.value < UNCOMPRESSED)
+
+
+def shared(report: Report, machine: str) -> Iterator[tuple[str, object, object]]:
+    """(field, among which reports of a table it agrees, its value) of all that decides whether figures compare."""
+    model, w, base = report.model.name, report.windows, report.baseline
+    everywhere, part = "", (model, machine)
+    if machine:
+        yield "limit", everywhere, report.settings.limit
+    else:
+        yield "model", everywhere, model
+    yield "protocol", everywhere, w.protocol
+    yield "n_ctx", everywhere, w.n_ctx
+    yield "windows", model, w.windows
+    yield "text", everywhere, report.text.sha256
+    yield "tokens", model, w.tokens_sha256
+    yield "hardware", part, report.hardware.cpu
+    yield "baseline", part, base.sha256 if base else None
+    if any(map(report.find, QUALITY)):
+        yield "type of the baseline", everywhere, base.dtype if base else None
+    for setting, prefixes in SETTINGS_OF.items():
+        if any(m.name.startswith(prefixes) for m in report.measurements):
+            among = part if setting == "price_per_hour" else everywhere  # machines have prices of their own
+            yield setting, among, getattr(report.settings, setting)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Reports of variants, the sources first.
+
+    `machines` names the machine of each report; without it, all are of one model on one machine.
+    `missing`: what was not measured, and why. Raises ReportError for reports that must not stand side by side.
+    """
+
+    reports: tuple[Report, ...]
+    machines: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.reports:
+            raise ReportError("a table needs at least one report")
+        first: dict[tuple[str, object], tuple[object, str]] = {}
+        for report, machine in self._placed:
+            place = f"{report.model.label} of {report.model.name} on {machine}" if machine else report.model.label
+            for field, among, value in shared(report, machine):
+                one, there = first.setdefault((field, among), (value, place))
+                if one != value:
+                    raise ReportError(
+                        f"{there} and {place} cannot stand in one table: their {field} differs ({one} and {value}). "
+                        "Evaluate both in the same way."
+                    )
+
+    @property
+    def _placed(self) -> list[tuple[Report, str]]:
+        return list(zip(self.reports, self.machines or [""] * len(self.reports), strict=True))
+
+    @property
+    def parts(self) -> list[Part]:
+        """The reports of each model and machine."""
+        found: dict[tuple[str, str], list[Report]] = {}
+        for report, machine in self._placed:
+            found.setdefault((report.model.name, machine), []).append(report)
+        return [Part(model, machine, reports) for (model, machine), reports in found.items()]
+
+    @property
+    def models(self) -> list[str]:
+        """The source models."""
+        return list(dict.fromkeys(report.model.name for report in self.reports))
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods of the copies."""
+        return list(dict.fromkeys(report.model.method for report in self.reports if report.model.method))
+
+    @cached_property
+    def _columns(self) -> list[tuple[str, list[tuple[Report, str]]]]:
+        """The label of each column, and its reports with their machines."""
+        if not self.machines:
+            return [(report.model.label, [(report, "")]) for report in self.reports]
+        found: dict[str, list[tuple[Report, str]]] = {}
+        for report, machine in sorted(self._placed, key=lambda pair: pair[0].model.method is not None):
+            found.setdefault(report.model.label, []).append((report, machine))
+        return list(found.items())
+
+    @property
+    def columns(self) -> list[str]:
+        """Labels of the variants, the sources first."""
+        return [label for label, _ in self._columns]
+
+    def variants(self, model: str) -> list[Report]:
+        """One report for each variant of a model, from the first machine that has it."""
+        found = ([report for report, _ in pairs if report.model.name == model] for _, pairs in self._columns)
+        return [reports[0] for reports in found if reports]
+
+    def rows(self, model: str | None = None) -> list[Row]:
+        """All measures of a model (default: the first). Speed and memory name their machine where there are several."""
+        model = self.models[0] if model is None else model
+        columns = [[pair for pair in pairs if pair[0].model.name == model] for _, pairs in self._columns]
+        copies = [any(_is_quantized(report) for report, _ in pairs) for pairs in columns]
+        parts = [part for part in self.parts if part.model == model]
+        rows = []
+        for title, name, show in _measures([report for part in parts for report in part.reports]):
+            having = [part.machine for part in parts if any(report.find(name) for report in part.reports)]
+            for machine in having if "@" in name or name in OF_A_MACHINE else [None]:
+                found = (((r.find(name) for r, on in pairs if machine in (None, on))) for pairs in columns)
+                figures = [next(filter(None, figures), None) for figures in found]
+                # A percentile has no error: what the figure carries is the mean's.
+                rivals = [f if copy and title != PERCENTILE else None for f, copy in zip(figures, copies, strict=True)]
+                named = f"{title}, {machine}" if machine and len(set(self.machines)) > 1 else title
+                cells = tuple(EMPTY if figure is None else show(figure) for figure in figures)
+                rows.append(Row(named, tuple(figures), cells, best(rivals)))
+        if not self.machines:
+            rows.append(Row("engine", (None,) * len(columns), tuple(r.engine.where for r in self.reports)))
+        return rows
+
+    def notes(self, full: bool = False) -> list[str]:
+        """What is written below the table, each note once; one that is not of all models or machines names its own.
+
+        Short notes are what changes how a figure is read; of how copies were made they have the first words.
+        """
+        about: dict[tuple[str, str], dict[str, None]] = {}
+        engines: list[tuple[Report, str]] = []
+        remarks: list[tuple[Report, str]] = []
+        for part in self.parts:
+            for kind, line in _about(part.reports, full):
+                about.setdefault((kind, line), {})[part.model if kind == "model" else part.machine] = None
+            for report in part.reports:
+                e, made = report.engine, report.model.notes
+                engines.append((report, f"{e.name} {e.version}, computing in {e.dtype}"))
+                made = made if full else tuple(re.split(r": |; | \(", note)[0] for note in made)
+                remarks += [(report, note) for note in (*report.notes, *e.notes, *made)]
+        every = {"model": len(self.models), "machine": len({part.machine for part in self.parts})}
+        lines = [
+            line if len(places) == every[kind] else f"{', '.join(places)}: {line}"
+            for (kind, line), places in about.items()
+        ]
+        if full:
+            lines += [f"{engine}: {who}." for engine, who in self._grouped(engines)]
+        lines += [f"{who}: {note}." for note, who in self._grouped(remarks)]
+        return [*self.missing, *lines, *self._disagreements()]
+
+    def _grouped(self, said: list[tuple[Report, str]]) -> Iterator[tuple[str, str]]:
+        """(text, the variants that it is said of), each text once."""
+        found: dict[str, dict[str, dict[str, None]]] = {}
+        for report, text in said:
+            found.setdefault(text, {}).setdefault(report.model.name, {})[report.model.label] = None
+        several = len(self.models) > 1
+        for text, models in found.items():
+            yield text, ", ".join(f"{m} ({', '.join(v)})" if several else ", ".join(v) for m, v in models.items())
+
+    def _disagreements(self) -> Iterator[str]:
+        """Where machines have other files, or other figures of quality than rounding explains."""
+        pairs: dict[tuple[str, str], list[tuple[Report, str]]] = {}
+        for report, machine in self._placed if self.machines else []:
+            pairs.setdefault((report.model.name, report.model.label), []).append((report, machine))
+        for (model, label), ((one, here), *others) in pairs.items():
+            for other, there in others:
+                if other.model.digest != one.model.digest:
+                    yield f"{model}, {label}: the files on {there} are others than those on {here}."
+                for title, name, show in _measures([one]):
+                    a, b = one.find(name), other.find(name)
+                    if a is None or b is None or "@" in name or name in OF_A_MACHINE or title == PERCENTILE:
+                        continue
+                    if abs(a.value - b.value) > ROUNDING * abs(a.value):
+                        yield f"{model}, {label}: {title} is {show(a)} on {here} and {show(b)} on {there}."
+
+    def line(self) -> str:
+        """The last variant's main figures in one line."""
+        named = {row.title: row.cells[-1] for row in self.rows() if row.cells[-1] != EMPTY}
+        shown = [f"{title} {named[title]}" for title in MAIN if title in named]
+        shown += [f"{value} {title}" for title, value in named.items() if title.startswith("ms/token")]
+        return f"{self.columns[-1]}: {', '.join(shown)}"
+
+    def drawn(self, width: int, transpose: bool | None = None) -> Group:
+        """For a screen of `width` columns; `transpose`: a row for each variant, by default where columns do not fit."""
+        grids = []
+        for model in self.models:
+            rows = self.rows(model)
+            marked = frozenset((i, row.best) for i, row in enumerate(rows) if row.best is not None)
+            grid = Grid([row.title for row in rows], self.columns, [list(row.cells) for row in rows], marked)
+            grids.append(drawn(grid, model, width, transpose))
+        return Group(*grids)
+
+    def show(self, console: Console, *, transpose: bool | None = None, notes: bool = False) -> None:
+        """Print it, below it what changes how a figure is read, or with `notes` all notes in full; see `drawn`."""
+        console.print(self.drawn(console.width, transpose))
+        lines = self.notes(full=True) if notes else [*self.notes(), MORE]
+        for line in [*([f"* {LEGEND}"] if self._has_best else []), *lines]:
+            console.print(plain(line), style="dim", soft_wrap=not console.is_terminal)  # a log's lines stay whole
+
+    @property
+    def _has_best(self) -> bool:
+        return any(row.best is not None for model in self.models for row in self.rows(model))
+
+    def to_markdown(self) -> str:
+        """The table as GitHub Markdown, notes below a fold; the best copy of a row in bold."""
+        lines = [
+            "| Model | Measure | " + " | ".join(map(escaped, self.columns)) + " |",
+            "|---|---|" + "---:|" * len(self.columns),
+        ]
+        for model in self.models:
+            for row in self.rows(model):
+                cells = [f"**{escaped(c)}**" if row.best == i else escaped(c) for i, c in enumerate(row.cells)]
+                lines.append(f"| {escaped(model)} | {escaped(row.title)} | " + " | ".join(cells) + " |")
+        lines += ["", *(f"- {escaped(note)}" for note in self.notes())]
+        lines += [f"- **Bold**: {LEGEND}"] if self._has_best else []
+        lines += ["", "<details><summary>Notes in full</summary>", ""]
+        lines += [*(f"- {escaped(note)}" for note in self.notes(full=True)), "", "</details>"]
+        return "\n".join(lines) + "\n"
+
+    def to_csv(self) -> str:
+        """One line for each figure: model, machine where it is named, variant, measure, value, unit, error, n."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        about = ["model", *(["machine"] if self.machines else []), "variant"]
+        writer.writerow([*about, "measure", "value", "unit", "stderr", "n"])
+        for model, machine, reports in self.parts:
+            for report in reports:
+                about = [model, *([machine] if machine else []), report.model.label]
+                for m in report.measurements:
+                    stderr = "" if m.stderr is None else m.stderr
+                    writer.writerow([*about, m.name, m.value, m.unit, stderr, m.n or ""])
+        return out.getvalue()
+
+    def to_json(self) -> str:
+        """All reports in full, by machine where it is named."""
+        parts = [
+            {**({"machine": machine} if machine else {}), "reports": [report.model_dump() for report in reports]}
+            for _, machine, reports in self.parts
+        ]
+        return json.dumps({"parts": parts} if self.machines else parts[0], indent=2) + "\n"
+
+
+def _about(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
+    """How reports of one model and machine were measured: (what a line is of, model or machine; the line)."""
+    one, w = reports[0], reports[0].windows
+    names = {m.name.partition("@")[0] for report in reports for m in report.measurements}
+    text = one.text.name + (" (not WikiText: compare only within this table)" if one.text.bundled else "")
+    cut = f"{w.windows} windows of {w.n_ctx} tokens"
+    if "perplexity" in names and not full:
+        yield "model", f"Perplexity: {w.protocol}, {cut} of {text}."
+    elif "perplexity" in names:
+        counted = "the second half of each counted" if w.first else "every target counted"
+        if w.documents:
+            cut = f"{w.documents} pages in windows of at most {w.n_ctx} tokens"
+        yield "model", f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} targets)."
+        yield "model", f"Text: {text}, sha256 {one.text.sha256[:12]}."
+    h = one.hardware
+    hardware = f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB."
+    divergence = f"KLD: nats a target, from the source in {one.baseline.dtype}." if one.baseline else ""
+    if not full:
+        yield from (("model", divergence),) if divergence else ()
+        yield "machine", hardware
+        return
+    yield "machine", hardware
+    yield from (("model", note) for name, note in NOTES.items() if name in names)
+    if one.baseline:
+        floor = f"Noise floor: {noise_of(reports)[1]}; keeping its states in float16 costs {one.baseline.rounding:.1g}."
+        yield "model", f"{divergence} {floor}"
+
+
+def joined(tables: Iterable[tuple[str | None, Table]]) -> Table:
+    """One table of several, each with its machine's label; None stands for the names of its processor and device.
+
+    Reports of one model and machine stand together, such as those of the shares of a comparison. Raises ReportError.
+    """
+    parts: dict[tuple[str, str], list[Report]] = {}
+    for label, table in tables:
+        for report in table.reports:
+            device = report.engine.device
+            machine = label or report.hardware.cpu + ("" if device == "cpu" else f", {device}")
+            found = parts.setdefault((report.model.name, machine), [])
+            twin = next((other for other in found if other.model.label == report.model.label), None)
+            if twin is None:
+                found.append(report)
+            elif twin.model.digest != report.model.digest:
+                raise ReportError(
+                    f"two different files are called {report.model.label} on {machine}. "
+                    "Leave one of their tables out, or give the machines labels."
+                )
+    for found in parts.values():
+        found.sort(key=lambda report: report.model.method is not None)
+    placed = [(report, machine) for (_, machine), found in parts.items() for report in found]
+    return Table(tuple(report for report, _ in placed), tuple(machine for _, machine in placed))
+
+
+def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
+    """The tables at places: ``PATH`` or ``LABEL=PATH`` of a file, or of a folder with table.json; see `read_tables`."""
+    found: list[tuple[str | None, Table]] = []
+    for place in places:
+        label, path = labelled(place)
+        if path.is_dir() and not (path / TABLE).is_file():
+            raise ReportError(f"the folder {path} holds no {TABLE}. Give a folder that quantkit compare has written.")
+        tables = read_tables(path / TABLE if path.is_dir() else path)
+        if label is not None and len({own for own, _ in tables}) > 1:
+            owns = ", ".join(dict.fromkeys(own or "without a name" for own, _ in tables))
+            raise ReportError(
+                f"{path} holds tables of several machines ({owns}), which cannot all be called {label}. Leave "
+                "the label out."
+            )
+        found += [(label or own, table) for own, table in tables]
+    return found
+
+
+def labelled(place: str) -> tuple[str | None, Path]:
+    """The label, where one stands before the sign ``=``, and the path of a place; raises ReportError."""
+    label, equals, rest = place.partition("=")
+    path = path_of(place, ReportError)
+    if not equals or path.exists():
+        return None, path
+    if not label.strip():
+        raise ReportError(f"{shown(place)} has no label before the sign =")
+    return label, path_of(rest, ReportError)
+
+
+def read_tables(path: Path) -> list[tuple[str | None, Table]]:
+    """The tables of one model and machine in a JSON file (a table or one report), with the machines' labels.
+
+    Raises ReportError.
+    """
+    values = read_object(path, ReportError)
+    if "model" in values and "measurements" in values:
+        values = {"reports": [values]}
+    parts = values.get("parts", [values])
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise ReportError(f"{path} is no table of quantkit: its parts are no list of tables")
+    found = []
+    for machine, reports in ((part.get("machine"), part.get("reports")) for part in parts):
+        if not isinstance(reports, list):
+            raise ReportError(f"{path} is no table of quantkit: it holds no reports")
+        if machine is not None and not (isinstance(machine, str) and 0 < len(machine) <= LARGEST_NAME):
+            raise ReportError(f"{path} is no table of quantkit: a machine's label is no short text")
+        found.append((machine, Table(tuple(report_of(value, str(path)) for value in reports))))
+    return found

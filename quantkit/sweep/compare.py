@@ -45,7 +45,6 @@ from quantkit.recipe import (
 )
 from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
-from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
 from quantkit.system.device import CPU, described, find_device
 from quantkit.system.files import replace_text, safe_name
@@ -201,7 +200,7 @@ def _how_judged(judgement: Judgement, jobs: Sequence[ReadyJob], source: Source) 
         yield f"judged block by block, since memory is short for all of it: {', '.join(by_block)}"
 
 
-def write_table(table: Table | Sheet, folder: Path) -> None:
+def write_table(table: Table, folder: Path) -> None:
     """Write table.md, table.csv and table.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"table.json": table.to_json(), "table.md": table.to_markdown(), "table.csv": table.to_csv()}
@@ -209,13 +208,11 @@ def write_table(table: Table | Sheet, folder: Path) -> None:
         replace_text(folder / name, text)
 
 
-def draw_table(table: Table | Sheet, folder: Path) -> list[Path]:
+def draw_table(table: Table, folder: Path) -> list[Path]:
     """Draw the picture into `folder`, SVG and PNG; return the paths."""
     from quantkit.report.plot import draw
 
-    if isinstance(table, Table):
-        return draw([table.reports], folder)
-    return draw([table.reports(model) for model in table.models], folder)
+    return draw(table, folder)
 
 
 def folder_of(out: Path, job: Job) -> Path:

@@ -16,8 +16,7 @@ from quantkit.errors import RecipeError
 from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe
 from quantkit.report.records import Report, read_report
-from quantkit.report.sheet import Sheet, joined
-from quantkit.report.table import Table
+from quantkit.report.table import Table, joined
 from quantkit.sweep.compare import draw_table, write_table
 from quantkit.sweep.executor import UNPLACED, Executor, Needs
 from quantkit.sweep.local import Local
@@ -44,7 +43,7 @@ def executor_of(name: str, address: str, processes: int, recipe: SweepRecipe) ->
 class Outcome:
     """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed."""
 
-    sheet: Sheet | None
+    sheet: Table | None
     failed: dict[str, str]
 
 
@@ -142,7 +141,7 @@ def _reason(out: Path, name: str, code: int) -> str:
     return f"{told or how} (log: {place.log})"
 
 
-def _sheet(tasks: Sequence[Task], out: Path, looked: Looked) -> Sheet | None:
+def _sheet(tasks: Sequence[Task], out: Path, looked: Looked) -> Table | None:
     """The sheet of all that was measured; written beside the tasks, with the picture."""
     reports: dict[str, list[Report]] = {}
     for task, path in rows_of(tasks, out, looked):

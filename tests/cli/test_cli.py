@@ -8,7 +8,7 @@ from tiny_models import EVALUATION_FLAGS, SAMPLE, quantkit
 from quantkit.artifact import Manifest, open_artifact
 from quantkit.contracts.registry import formats_for, methods
 from quantkit.report.records import Report
-from quantkit.report.sheet import read_tables
+from quantkit.report.table import read_tables
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -117,9 +117,11 @@ def test_run_converts_and_compare_compares(one_block):
     shown = done("compare", one_block, "--methods", "gguf:Q8_0", *flags)
     [(_, table)] = read_tables(Path("table.json"))
     assert table.columns == ["bfloat16", "gguf-Q8_0"]
-    assert "cost per 1,000 tokens @ 1 thread" in dict(table.rows())
-    for title, cells in table.rows():
-        assert re.search(rf"│ {re.escape(title)} +│ +{re.escape(cells[0])} │ +{re.escape(cells[1])} │", shown)
+    assert "cost per 1,000 tokens @ 1 thread" in [row.title for row in table.rows()]
+    for row in table.rows():
+        assert re.search(
+            rf"│ {re.escape(row.title)} +│ +{re.escape(row.cells[0])} │ +{re.escape(row.cells[1])} │", shown
+        )
 
     # The recipe of the same comparison finds everything done.
     evaluation = f"{{text: {SAMPLE}, n_ctx: 64, limit: 2, threads: [1], price_per_hour: 2}}"

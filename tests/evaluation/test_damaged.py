@@ -21,7 +21,7 @@ from quantkit.evaluation.request import BaselineRequest, LoadRequest, TaskSpec, 
 from quantkit.formats.source import open_source
 from quantkit.progress import Progress
 from quantkit.report.records import Windows, read_report
-from quantkit.report.sheet import read_tables
+from quantkit.report.table import read_tables
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
 ABOUT = Windows(protocol="papers", n_ctx=64, windows=2, first=0, scored=126, tokens_sha256="aa" * 32)

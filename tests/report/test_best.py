@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from made_up_reports import figure
 
-from quantkit.report.best import best, quantile
+from quantkit.report.statistics import best, quantile
 
 RANDOM = np.random.default_rng(0)
 COMMON = RANDOM.normal(100, 30, 12)  # what is hard for all copies

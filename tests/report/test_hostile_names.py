@@ -16,9 +16,8 @@ from quantkit.artifact import CARD
 from quantkit.cli.progress import shown
 from quantkit.errors import SourceError
 from quantkit.report.card import END, front_matter, inherited_metadata
-from quantkit.report.markdown import escaped
 from quantkit.report.records import ModelEntry
-from quantkit.report.table import Table
+from quantkit.report.table import Table, escaped
 from quantkit.serving.launch import plan
 from quantkit.system.files import safe_name
 
@@ -62,7 +61,7 @@ def test_a_table_keeps_its_cells_whatever_names_hold():
     _, kinds = shown_text("\n".join(line for line in table.to_markdown().splitlines() if line not in ours))
     assert not kinds & {"html_inline", "html_block", "link_open", "image", "code_inline", "em_open", "heading_open"}
     lines = [line for line in table.to_markdown().splitlines() if line.startswith("- ")]
-    assert len(lines) == len(table.short_notes()) + len(table.notes())
+    assert len(lines) == len(table.notes()) + len(table.notes(full=True))
     console = Console(file=io.StringIO(), width=2000, force_terminal=False)
     for transpose in (True, False):
         table.show(console, transpose=transpose, notes=transpose)

@@ -5,7 +5,7 @@ import re
 import shlex
 import tomllib
 from hashlib import sha256
-from html import escape
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,15 +18,12 @@ from tiny_models import quantkit, succeeds
 import quantkit as package
 from quantkit.artifact import MANIFEST, Artifact, Manifest, SourceEntry, WeightError
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, load_recipe
-from quantkit.report.page import page as page_module
-from quantkit.report.page.answer import answer
-from quantkit.report.page.found import convert_command
-from quantkit.report.page.page import WITHOUT_SUMS, page, plotted
-from quantkit.report.page.section import histogram
-from quantkit.report.page.view import Limits, View
+from quantkit.report import page as page_module
+from quantkit.report.card import convert_command
+from quantkit.report.page import WITHOUT_SUMS, histogram, page
+from quantkit.report.plot import points_of
 from quantkit.report.records import ModelEntry
-from quantkit.report.sheet import joined, read_tables
-from quantkit.report.table import Table
+from quantkit.report.table import COLOURS, Table, joined, read_tables
 
 VOID = {"meta", "br"}
 RECIPES = [
@@ -74,8 +71,14 @@ def saved(content, name):
     return gzip.decompress(base64.b64decode(target[1])).decode()
 
 
-def plain(markup):
-    return re.sub(r"<[^>]*>", "", markup)
+def answer(content):
+    """What the page says first of each model."""
+    paragraphs = re.findall(r'<p class="answer">(.*?)</p>', content, re.DOTALL)
+    return " ".join(" ".join(unescape(re.sub(r"<[^>]*>", "", paragraph)).split()) for paragraph in paragraphs)
+
+
+def data_of(content):
+    return json.loads(next(words for tag, words in Reader(content).texts if tag == "script"))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,7 @@ def two():
 
 @pytest.fixture(scope="module")
 def content(two):
-    return page(View(two))
+    return page(two)
 
 
 def test_a_page_is_whole_and_loads_nothing(content):
@@ -123,13 +126,13 @@ def test_the_tables_say_what_the_sheet_says(two, content):
     # What is saved is what the table writes.
     assert saved(content, "table.json") == two.to_json()
     assert saved(content, "table.csv") == two.to_csv()
-    assert page(View(two)) == content  # the same bytes each time
+    assert page(two) == content  # the same bytes each time
 
 
 def test_a_page_that_is_too_large_leaves_the_sums_out(content, two, tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "MOST", len(content.encode()) - 1)
-    smaller = page(View(two))
-    assert escape(WITHOUT_SUMS) in smaller
+    smaller = page(two)
+    assert WITHOUT_SUMS in unescape(smaller)
     path = tmp_path / "table.json"
     path.write_text(saved(smaller, "table.json"))
     reports = [report for _, table in read_tables(path) for report in table.reports]
@@ -138,7 +141,9 @@ def test_a_page_that_is_too_large_leaves_the_sums_out(content, two, tmp_path, mo
     assert saved(smaller, "table.csv") == two.to_csv()
 
 
-@pytest.mark.parametrize("name", [NAME, "</script><script>alert(1)</script>", "\" onload='x' ${title} \u2028b\u202ec"])
+@pytest.mark.parametrize(
+    "name", [NAME, "</script><script>alert(1)</script>", "\" on='x' {{ 7*7 }} {% x \u2028b\u202ec"]
+)
 def test_a_text_of_others_is_text_in_the_page(name, content):
     made = hostile(name)
     reader = Reader(made)
@@ -146,7 +151,7 @@ def test_a_text_of_others_is_text_in_the_page(name, content):
     assert {tag for tag, _ in reader.elements} <= kinds
     assert sum(tag == "script" for tag, _ in reader.elements) == made.count("</script") == 2
     assert not any(key.startswith("on") for _, attributes in reader.elements for key in attributes)
-    data = json.loads(next(words for tag, words in reader.texts if tag == "script"))
+    data = data_of(made)
     visible = name.replace("\u2028", " ").replace("\x1b", "\\x1b").replace("\u202e", "\\x202e")
     visible = " ".join(visible.split())
     assert [point["label"] for point in data["points"]] == [f"{visible}{i}" for i in range(3)]
@@ -170,43 +175,55 @@ def copies(*values):
 
 def test_the_first_sentence_names_what_was_asked_for():
     made = copies(("small", 0.5e6, 0.5, 30.0), ("middle", 0.9e6, 0.05, 20.0), ("large", 2e6, 0.002, 40.0))
-    words = plain(answer(View(made)))
+    words = answer(page(made))
     assert words.startswith("Of tiny: the smallest copy with a KLD of at most 0.1 is middle (0.9 MB, KLD 0.0")
     # A third of float16: 1,000,000 weights in 16 bits have 2 MB.
     assert "The best of at most 0.7 MB (a third of float16) is small (0.5 MB, KLD 0." in words
     assert words.endswith("The fastest is middle (20 ms/token @ 1 thread).")
-    words = plain(answer(View(made, limits=Limits(0.0001, 1e5))))
+    # And what is to be said against it.
+    assert "± 0.0125), but its KLD is above 0.1. The fastest" in words
+    poor = made.reports[1].model_copy(update={"measurements": tuple(
+        m.model_copy(update={"value": 40.0}) if m.name == "perplexity" else m for m in made.reports[1].measurements
+    )})  # fmt: skip
+    words = answer(page(joined([(None, Table((made.reports[0], poor)))])))
+    assert "but its KLD is above 0.1 and its perplexity is 2.0 times the source's." in words
+    words = answer(page(made, max_kld=0.0001, max_bytes=1e5))
     assert "no copy has a KLD of at most 0.0001; the nearest is large" in words
     assert "No copy has at most 0.1 MB." in words
 
     made = copies(("one", 0.5e6, 0.05, 20.0), ("two", 0.6e6, 0.05, 20.3))
-    words = plain(answer(View(made, limits=Limits(0.0505, 1e6))))
+    words = answer(page(made, max_kld=0.0505, max_bytes=1e6))
     assert ", with the limit inside its error." in words
     assert words.count("though not beyond the error of the difference") == 2
     nothing = joined([(None, Table((report("bfloat16", None, 20.0, 2e6),)))])
-    assert plain(answer(View(nothing))) == "No copy of tiny was measured."
+    assert answer(page(nothing)) == "No copy of tiny was measured."
 
 
 def test_the_worst_windows_are_named_by_their_tokens(two, content):
-    assert re.findall(r"v-([\d.]+)", histogram([0.0, 0.5, 0.5, 1.0])) == ["33", "66", "33"]
-    kld = two.reports(two.models[0])[1].find("kld")
+    assert re.findall(r"v-([\d.]+)", histogram([0.0, 0.5, 0.5, 1.0])["bars"]) == ["33", "66", "33"]
+    kld = two.variants(two.models[0])[1].find("kld")
     means = [total / 255 for total in kld.sums]
     worst = max(range(4), key=lambda i: means[i])
     tokens = f"(tokens {worst * 512:,} to {worst * 512 + 511:,})"
     assert f"Worst windows: {worst + 1} {tokens}: {means[worst]:.4f};" in content
 
 
-def test_the_picture_has_every_figure_with_its_error(two):
-    data = plotted(View(two))
+def test_the_picture_has_every_figure_with_its_error(two, content):
+    data = data_of(content)
     assert [title for title, _ in data["upwards"]] == ["perplexity", "KLD from source"]
     for title in (["file size", "MB"], ["ms/token @ 2 threads", "ms"], ["peak memory", "MB"]):
         assert title in data["across"]
     point = data["points"][1]
-    one = two.reports(two.models[0])[1]
+    one = two.variants(two.models[0])[1]
     kld, size = one.find("kld"), one.find("weight_bytes")
     assert point["values"]["KLD from source"] == [kld.value, kld.stderr]
     assert point["values"]["file size"] == [pytest.approx(size.value / 1e6), None]
     assert data["noise"] == dict.fromkeys(two.models, 0.0006)
+    # Colours are those of the other picture, in the same order.
+    assert "".join(f"--c{i}: {colour}; " for i, colour in enumerate(COLOURS)) in content
+    one = joined([(None, Table(tuple(two.variants(two.models[0]))))])
+    at = [data_of(page(one))["methods"].index(point.method) for point in points_of(one, one.models[0]) if point.method]
+    assert [point.colour for point in points_of(one, one.models[0]) if point.method] == [COLOURS[i] for i in at]
 
 
 def test_the_command_of_a_recipe_is_read_back_as_the_recipe():
@@ -239,13 +256,14 @@ def test_a_comparison_becomes_a_page(comparison, tmp_path):
     made = path.read_text(encoding="utf-8")
     Reader(made)
     assert (tmp_path / "j").read_text() == saved(made, "table.json")
-    assert "The best of at most 1.0 MB is" in plain(made)
+    assert "The best of at most 1.0 MB is" in answer(made)
     shown = [words for tag, words in Reader(made).texts if tag == "code"]
     folder = comparison / "artifacts" / "gguf-Q8_0"
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_text())
     command = f"quantkit convert {manifest.recipe.model} --method gguf --bits Q8_0 --calibration-sequences 4 "
-    assert command in " ".join(shown)
-    assert f"quantkit serve {folder}" in shown
+    [made_by] = [words for words in shown if words.startswith(command)]
+    assert made_by.endswith(" --out gguf-Q8_0")
+    assert "quantkit serve gguf-Q8_0" in shown  # the same folder
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(next(words for words in shown if words.startswith("method: gguf")))
     assert load_recipe(recipe).model_dump(exclude={"out", "device"}) == manifest.recipe.model_dump()
@@ -264,7 +282,7 @@ def test_a_manifest_belongs_to_a_report_by_its_digest(comparison, tmp_path):
         (folder / MANIFEST).write_text(text.replace(*change, 1))
     succeeds("report", copy, "--out", tmp_path / "page.html")
     made = (tmp_path / "page.html").read_text()
-    assert made.count("Its manifest does not lie beside its report") == 2
+    assert made.count("Its manifest is not next to its report") == 2
     assert "Make it" not in made
     assert "is corrupted" in made
 
@@ -286,8 +304,8 @@ def test_the_files_of_the_page_are_packaged():
     settings = tomllib.loads((root.parent / "pyproject.toml").read_text())
     globs = settings["tool"]["setuptools"]["package-data"]["quantkit"]
     packaged = {path for pattern in globs for path in root.glob(pattern)}
-    beside = {path for path in (root / "report" / "page").iterdir() if path.suffix in (".css", ".js", ".html")}
-    assert len(beside) == 3
+    beside = {path for path in (root / "report").iterdir() if path.suffix in (".css", ".js", ".html", ".md")}
+    assert len(beside) == 4
     assert beside <= packaged
 
 
@@ -295,18 +313,17 @@ def test_the_files_of_the_page_are_packaged():
 def test_no_figure_of_a_report_breaks_the_page(value):
     odd = {"value": value, "stderr": float("nan"), "sums": (value, -value, 0.0, value)}
     reports = []
-    for one in sheet(1, 3).parts[0].table.reports:
+    for one in sheet(1, 3).reports:
         measured = [
             m.model_copy(update=odd | {"details": {**m.details, "p99": value, "other": "<b>"}})
             for m in one.measurements
         ]
         reports.append(one.model_copy(update={"measurements": tuple(measured)}))
-    made = page(View(joined([("\udc80", Table(tuple(reports)))])))
-    Reader(made)
-    assert "<b>" not in json.dumps(plotted(View(joined([(None, Table(tuple(reports)))]))))
+    made = page(joined([("\udc80", Table(tuple(reports)))]))
+    assert "<b>" not in json.dumps(data_of(made))
     assert saved(made, "table.csv").count("\\udc80") == len(reports) * len(reports[0].measurements)
-    assert histogram([1e308, -1e308]).count("v-") == 1
-    made = page(View(joined([(None, Table((report("some", "gptq", None, 1e6),)))])))  # without divergence
+    assert histogram([1e308, -1e308])["bars"].count("v-") == 1
+    made = page(joined([(None, Table((report("some", "gptq", None, 1e6),)))]))  # without divergence
     Reader(made)
     assert "No divergence from the source was measured." in made
 
@@ -332,4 +349,4 @@ def hostile(name):
         reports.append(diverging(one, kld, seed=i, text=text, hardware=about, notes=(name,)))
     made = joined([(name, Table(tuple(reports)))])
     artifacts = {name: Artifact(Path(name), manifest(name))}
-    return page(View(made, artifacts, remarks=(name,), server=lambda _: name))
+    return page(made, artifacts, (name,), server=lambda _: name)

@@ -10,8 +10,7 @@ from made_up_reports import sheet
 from test_hostile_names import NAME
 from test_page import hostile
 
-from quantkit.report.page.page import page
-from quantkit.report.page.view import View
+from quantkit.report.page import page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FOUND = next(filter(None, map(shutil.which, NAMES)), None)
@@ -25,11 +24,12 @@ setTimeout(() => { document.title = JSON.stringify(%s); }, 500);
 </script></body>"""
 
 
-def opened(folder, content, expression):
+def opened(folder, content, expression, width=800):
     """The value of an expression of JavaScript in the page, and what the browser complained of."""
     path = folder / "page.html"
     path.write_text(content.replace("</body>", PROBE % expression), encoding="utf-8")
     flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
+    flags += [f"--window-size={width},900"]
     flags += ["--no-sandbox"] if os.geteuid() == 0 else []
     command = [FOUND, *flags, f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -59,7 +59,7 @@ def test_columns_sort_and_the_picture_shows_the_chosen_model(tmp_path):
         choice.dispatchEvent(new Event('change'));
         return { ...found, chosen: all('#chart a').map((a) => a.getAttribute('aria-label')) };
     })()"""
-    found, complaints = opened(tmp_path, without_policy(page(View(two))), steps)
+    found, complaints = opened(tmp_path, without_policy(page(two)), steps)
     assert complaints == []
     up, down = ([float(cell.split()[0]) for cell in found[way]] for way in ("up", "down"))
     assert len(up) == 10
@@ -71,8 +71,44 @@ def test_columns_sort_and_the_picture_shows_the_chosen_model(tmp_path):
     model, label, *figures = found["row"]
     assert figures == [measure.cells[two.columns.index(label)] for measure in two.rows(model)]
     assert (found["all"], len(found["chosen"])) == (10, 5)
-    kld = two.reports(two.models[1])[1].find("kld")
+    kld = two.variants(two.models[1])[1].find("kld")
     assert found["chosen"][1].startswith(f"org/model-1, awq-1; KLD from source, nats: {float(f'{kld.value:.4g}')}")
+
+
+LAYOUT = """(() => {
+    const marks = all('#chart .mark').map((mark) => mark.getBoundingClientRect());
+    const far = (box, mark) => {
+        const x = (mark.left + mark.right) / 2, y = (mark.top + mark.bottom) / 2;
+        return Math.hypot(Math.max(box.left - x, x - box.right, 0), Math.max(box.top - y, y - box.bottom, 0));
+    };
+    const strangers = all('#chart a').filter((link, i) => {
+        const box = link.querySelector('text').getBoundingClientRect(), own = far(box, marks[i]);
+        const near = (mark, j) => far(box, mark) < own && far(marks[i], mark) > 10;
+        return !link.querySelector('.lead') && marks.some(near);
+    });
+    return {
+        cut: all('.wide').map((part) => part.scrollWidth - part.clientWidth),
+        letters: Math.min(...all('#chart text').map((text) => text.getBoundingClientRect().height)),
+        labels: all('#chart a text').length,
+        strangers: strangers.length,
+        broken: all('.number').filter((number) => number.getClientRects().length > 1).length,
+        beyond: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    };
+})()"""
+
+
+@pytest.mark.parametrize("body", [None, "width: 400px"])
+def test_figures_and_labels_are_whole_at_any_width(body, tmp_path):
+    """On a desktop nothing has to be scrolled; on a phone letters keep their size, and no number is broken."""
+    made = without_policy(page(sheet(1, 11)))
+    if body is not None:
+        made = made.replace("<body>", f'<body style="{body}">')
+    found, complaints = opened(tmp_path, made, LAYOUT, 1280)
+    assert complaints == []
+    assert body or found["cut"] == [0, 0]
+    assert found["letters"] >= 10
+    assert found["labels"] == 11
+    assert (found["strangers"], found["broken"], found["beyond"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", [NAME, f"--><!--<script>{ATTACK}", f"'\"{ATTACK}"])

@@ -1,11 +1,14 @@
 import io
+import math
 from itertools import combinations
 
 import pytest
 from made_up_reports import report
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from quantkit.report import plot
+from quantkit.report.table import COLOURS, Table, joined
 
 # (label, method, perplexity, bits per weight) as a comparison of the built-in model measures them: close to each other.
 DEMO = (
@@ -22,22 +25,38 @@ def reports(model="tiny", shift=1.0):
     return [r.model_copy(update={"model": r.model.model_copy(update={"name": model})}) for r in made]
 
 
+def table(*groups):
+    return joined((None, Table(tuple(group))) for group in groups)
+
+
+def distance(point, box):
+    return math.hypot(*(max(low - at, at - high, 0) for at, low, high in zip(point, box.min, box.max, strict=True)))
+
+
 @pytest.mark.parametrize(("models", "apart"), [(1, 1.2), (2, 0.05), pytest.param(5, 1.2, marks=pytest.mark.slow)])
 def test_labels_lie_on_no_mark_bar_line_or_other_label(models, apart):
-    groups = [reports(f"m{i}", 1 + i * apart) for i in range(models)]
-    figure = plot.picture(groups)
+    made = table(*(reports(f"m{i}", 1 + i * apart) for i in range(models)))
+    figure = plot.picture(made)
     figure.savefig(io.BytesIO())  # after which all is where it is in the file
     assert len(figure.axes) == (1 if models <= plot.TOGETHER else models)
     hidden = 0
     for i, axes in enumerate(figure.axes):
-        group = groups if models <= plot.TOGETHER else [groups[i]]
-        points = [point for one in group for point in plot._points(one, None)]
+        drawn = made.models if models <= plot.TOGETHER else [made.models[i]]
+        points = [point for model in drawn for point in plot.points_of(made, model)]
         boxes = [Text.get_window_extent(text) for text in axes.texts]
-        assert apart < 1 or len(boxes) == len(points)
+        assert len(boxes) == len(points)
         inside = axes.get_window_extent()
         assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
         hidden += sum(one.overlaps(two) for one, two in combinations(boxes, 2))
-        hidden += sum(box.overlaps(other) for box in boxes for other in plot._obstacles(axes, points))
+        hidden += sum(
+            box.overlaps(Bbox([other[:2], other[2:]])) for box in boxes for other in plot.obstacles(axes, points)
+        )
+        # A label without a line is nearest to its own mark.
+        marks = [axes.transData.transform((point.size, point.height)) for point in points]
+        for text, box in zip(axes.texts, boxes, strict=True):
+            own = axes.transData.transform(text.xy)
+            near, others = distance(own, box), [mark for mark in marks if math.dist(mark, own) > 2 * plot.MARK]
+            hidden += text.arrow_patch is None and any(distance(mark, box) < near for mark in others)
         lines = {i: text.arrow_patch.get_path() for i, text in enumerate(axes.texts) if text.arrow_patch}
         assert lines
         for i, line in lines.items():
@@ -45,24 +64,14 @@ def test_labels_lie_on_no_mark_bar_line_or_other_label(models, apart):
     assert hidden == 0
 
 
-def test_what_marks_at_one_place_have_in_common_is_written_once_in_grey():
-    axes = plot.picture([reports("one")[:4], reports("two", 1.0005)[:4]]).axes[0]
-    colours = {text.get_text(): text.get_color() for text in axes.texts}
-    assert sorted(colours) == sorted(label for label, *_ in DEMO[:4])
-    assert set(colours.values()) == {plot.SHARED}
-    apart = plot.picture([reports("one")[:4], reports("two", 1.3)[:4]]).axes[0]
-    assert {text.get_color() for text in apart.texts} == set(plot.COLOURS[:2])
-    assert len(apart.texts) == 2 * 4
-
-
 def test_each_model_has_a_colour_its_source_a_square_and_a_dashed_level():
-    axes = plot.picture([reports()[:5]]).axes[0]  # of one model, each method has one
+    axes = plot.picture(table(reports()[:5])).axes[0]  # of one model, each method has one
     methods = {"source", "awq", "ctranslate2", "gptq", "nf4"}
     assert {text.get_text() for text in axes.get_legend().get_texts()} == methods
-    axes = plot.picture([reports("small")[:3], reports("large", 0.5)[:3]]).axes[0]
+    axes = plot.picture(table(reports("small")[:3], reports("large", 0.5)[:3])).axes[0]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["small", "large"]
     lines = axes.get_lines()
     squares = [line for line in lines if line.get_marker() == "s"]
     levels = [line for line in lines if line.get_linestyle() == "--"]
-    assert [line.get_color() for line in squares] == [line.get_color() for line in levels] == list(plot.COLOURS[:2])
+    assert [line.get_color() for line in squares] == [line.get_color() for line in levels] == list(COLOURS[:2])
     assert [line.get_ydata()[0] for line in levels] == pytest.approx([25.01, 12.505])

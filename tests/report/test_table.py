@@ -5,15 +5,14 @@ import re
 from itertools import product
 
 import pytest
-from made_up_reports import BASELINE, HARDWARE, TEXT, WINDOWS, figure, report
+from made_up_reports import BASELINE, HARDWARE, TEXT, WINDOWS, diverging, figure, report
 from rich.console import Console
 from tiny_models import fails, quantkit, succeeds
 
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.sheet import joined, read_tables
-from quantkit.report.table import COMPARED, LEGEND, SETTINGS_OF, Table, megabytes
+from quantkit.report.table import LEGEND, Table, joined, megabytes, read_tables, shared
 from quantkit.sweep.compare import draw_table, write_table
 
 NOTE = "calibrated on 64 sequences (asked: 128; it holds no more) of a text"
@@ -35,7 +34,7 @@ MARKDOWN = """\
 - Perplexity: llama.cpp, 4 windows of 512 tokens of some.txt.
 - Hardware: Test CPU, 2 cores, 8 GB.
 - gptq-4: calibrated on 64 sequences.
-- **Bold**: better than every other copy beyond the error of the difference (95 %).
+- **Bold**: better than every other quantized copy beyond the error of the difference (95 %).
 
 <details><summary>Notes in full</summary>
 
@@ -58,7 +57,7 @@ COMPARED_FIELDS = {
     "windows": {"protocol": "protocol", "n_ctx": "n_ctx", "windows": "windows", "tokens_sha256": "tokens"},
     "engine": {},
     "hardware": {"cpu": "hardware"},
-    "baseline": {"sha256": "baseline"},
+    "baseline": {"sha256": "baseline", "dtype": "type of the baseline"},
     "settings": {name: name for name in ("new_tokens", "max_tokens", "price_per_hour")},
 }
 PRICED = (figure("answers_seconds@1", 7.0, n=9, stderr=0.25), figure("cost_per_1000_tokens@1", 0.01))
@@ -83,7 +82,7 @@ NO_TABLES = {
     "[" * 100_000: "sheet.json",
     '{"reports": [5]}': "holds no report",
     '{"parts": [3]}': "no list of tables",
-    '{"parts": []}': "at least one table",
+    '{"parts": []}': "at least one report",
     '{"parts": [{"machine": "a", "reports": []}]}': "at least one report",
     '{"parts": [{"machine": "a", "reports": [{}]}]}': "sheet.json",
 }
@@ -110,13 +109,13 @@ def test_figures_of_speed_have_rows():
     )
     measured = SOURCE.model_copy(update={"measurements": more})
     table = Table((measured,))
-    assert dict(table.rows()) == {
-        "KLD from source": ["0.10000 ± 0.01000"], "KLD, 99th percentile": ["0.7500"], "peak memory": ["300.0 MB"],
-        "prompt tokens/s (pp512) @ 2 threads": ["300.0 ± 2.5"], "generated tokens/s (tg128) @ 1 thread": ["20.0"],
-        "answers: ms to first token @ 1 thread": ["4.0 / 5.5 / 6.0"], "answers: tokens/s @ 1 thread": ["7.0 ± 0.2"],
-        "cost per 1,000 tokens @ 1 thread": ["0.0123"], "engine": ["transformers"],
+    assert {row.title: row.cells for row in table.rows()} == {
+        "KLD from source": ("0.10000 ± 0.01000",), "KLD, 99th percentile": ("0.7500",), "peak memory": ("300.0 MB",),
+        "prompt tokens/s (pp512) @ 2 threads": ("300.0 ± 2.5",), "generated tokens/s (tg128) @ 1 thread": ("20.0",),
+        "answers: ms to first token @ 1 thread": ("4.0 / 5.5 / 6.0",), "answers: tokens/s @ 1 thread": ("7.0 ± 0.2",),
+        "cost per 1,000 tokens @ 1 thread": ("0.0123",), "engine": ("transformers",),
     }  # fmt: skip
-    notes = "\n".join(table.notes())
+    notes = "\n".join(table.notes(full=True))
     assert "Perplexity" not in notes
     for part in ("as llama-bench", "nine prompts", "Peak memory"):
         assert part in notes
@@ -154,7 +153,10 @@ def test_unlike_reports_are_refused_by_the_field_that_differs(record):
             else:
                 with pytest.raises(ReportError, match=f"their {called} differs"):
                     Table(reports)
-    assert {*COMPARED, *SETTINGS_OF} == {name for fields in COMPARED_FIELDS.values() for name in fields.values()}
+    judged = next(iter(FULL.measurements)).model_copy(update={"name": "answers_seconds@1"})
+    everything = FULL.model_copy(update={"measurements": (*FULL.measurements, judged)})
+    compared = {field for field, *_ in shared(everything, "")}
+    assert compared == {name for fields in COMPARED_FIELDS.values() for name in fields.values()}
 
 
 def test_settings_of_figures_that_only_one_has_may_differ():
@@ -177,8 +179,8 @@ def test_the_files_are_written(tmp_path):
     for label in ("bfloat16", "gptq-4", "gguf-Q2_K (12346 ↑)", "some.txt", across):
         assert f"<!-- {label} -->" in text
     assert len(re.findall(r'style="fill: none; stroke-dasharray', text)) == 1  # the source's level
-    assert [path.read_bytes() for path in draw([TABLE.reports], tmp_path)] == [svg.read_bytes(), png.read_bytes()]
-    assert draw([(report("a", None, None, 1e6),)], tmp_path) == []
+    assert [path.read_bytes() for path in draw(TABLE, tmp_path)] == [svg.read_bytes(), png.read_bytes()]
+    assert draw(Table((report("a", None, None, 1e6),)), tmp_path) == []
 
 
 def shown(table, width, transpose=None, notes=False):
@@ -191,8 +193,8 @@ def shown(table, width, transpose=None, notes=False):
 def test_every_figure_is_there_at_any_width(table):
     for transpose, width in product((None, True, False), (200, 110, 60, 45)):
         text = shown(table, width, transpose)
-        for _, cells in table.rows():
-            for cell in cells:
+        for row in table.rows():
+            for cell in row.cells:
                 assert f" {cell} " in text
         assert max(len(line) for line in text.splitlines() if line[:1] in "┏┃┡│└") <= width
 
@@ -204,8 +206,25 @@ def test_the_best_is_marked():
     assert sorted(cell for cell in cells if cell.endswith("*")) == ["1.0 MB *", "8.00 *"]
     assert LEGEND in text
     # Notes are short unless asked for.
-    assert all(line in shown(TABLE, 200) for line in TABLE.short_notes())
-    assert all(line in shown(TABLE, 200, notes=True) for line in TABLE.notes())
+    assert all(line in shown(TABLE, 200) for line in TABLE.notes())
+    assert all(line in shown(TABLE, 200, notes=True) for line in TABLE.notes(full=True))
+
+
+def test_an_uncompressed_copy_is_not_the_best_and_nothing_has_no_sign():
+    sizes = {"gguf-F16": (2e6, 1e-9), "gptq-4": (0.6e6, 0.1), "rtn-4": (0.6e6, 0.2)}
+    copies = [diverging(report(label, "gguf", 20.0, size), kld) for label, (size, kld) in sizes.items()]
+    [row] = [row for row in Table(tuple(copies)).rows() if row.title == "KLD from source"]
+    assert copies[row.best].model.label == "gptq-4"
+    assert figure("kld", -1e-9, stderr=0.0).text(5) == "0.00000 ± 0.00000"
+
+
+def test_the_noise_floor_is_the_source_where_that_was_judged_in_bfloat16():
+    source = diverging(SOURCE, 0.001)
+    floor = "the source in bfloat16 has a KLD of 0.0006 ± 1e-05 on the first windows"
+    assert any(floor in note for note in Table((source,)).notes(full=True))
+    source = source.model_copy(update={"engine": source.engine.model_copy(update={"dtype": "bfloat16"})})
+    [note] = [note for note in Table((source,)).notes(full=True) if "Noise floor" in note]
+    assert f"the source in bfloat16 has a KLD of {source.find('kld').text(5)}; keeping" in note
 
 
 def of_model(one, name, **changes):
@@ -234,10 +253,24 @@ SHEET = """\
 def test_models_stand_below_each_other_and_speeds_once_a_machine():
     sheet = joined([(None, HERE), (None, LARGE), ("the card", THERE)])
     assert sheet.models == ["tiny", "large"]
-    assert sheet.machines == ["Test CPU", "the card"]
+    assert list(dict.fromkeys(sheet.machines)) == ["Test CPU", "the card"]
     assert sheet.to_markdown().startswith(SHEET)
     alone = joined([(None, HERE), (None, LARGE)]).rows("tiny")
     assert "ms/token @ 1 thread" in [row.title for row in alone]  # one machine is not named
+
+
+def test_notes_of_several_models_name_theirs_and_stand_there_once():
+    both = report("gptq-4", "gptq", 10.5, 2.4e6, notes=(NOTE, "of large alone"), windows=FIVE)
+    large = Table((of_model(both, "large"),))
+    here = Table(
+        (SOURCE, report("gptq-4", "gptq", 21.5, 0.6e6, notes=(NOTE,)), report("rtn", "rtn", 30.0, 1e6, notes=(NOTE,)))
+    )
+    for full, short in ((False, "calibrated on 64 sequences"), (True, NOTE)):
+        notes = joined([(None, here), (None, large)]).notes(full)
+        assert [note for note in notes if "calibrated" in note] == [f"tiny (gptq-4, rtn), large (gptq-4): {short}."]
+        assert "large (gptq-4): of large alone." in notes
+        assert len([note for note in notes if note.startswith("large: Perplexity")]) == 1
+        assert len(notes) == len(set(notes))
 
 
 def test_two_files_of_one_name_on_one_machine_are_refused():
@@ -266,7 +299,7 @@ def test_unlike_tables_are_refused_by_the_field_that_differs():
                 joined(tables)
     for field, changes in (("windows", {"windows": 5}), ("tokens", {"tokens_sha256": "ee" * 32})):
         machine = Table((SOURCE.model_copy(update={"windows": WINDOWS.model_copy(update=changes)}),))
-        with pytest.raises(ReportError, match=f"tiny on Test CPU and tiny on b cannot .* their {field} differs"):
+        with pytest.raises(ReportError, match=f"of tiny on Test CPU and .* of tiny on b cannot .* their {field} diff"):
             joined([(None, HERE), ("b", machine)])
         assert joined([(None, HERE), (None, Table((of_model(machine.reports[0], "large"),)))])  # another tokenizer
 

@@ -19,7 +19,7 @@ from quantkit.evaluation.evaluate import prepare
 from quantkit.formats.source import open_model, open_source
 from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import read_report, this_machine
-from quantkit.report.sheet import read_tables
+from quantkit.report.table import read_tables
 from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare
 from quantkit.system.cache import cache_folder
@@ -87,11 +87,11 @@ def forbidden(*_, **__):
 def test_an_interrupted_comparison_goes_on_to_its_table(done):
     out, table = done
     assert table.columns == ["bfloat16", "gguf-Q8_0", "ctranslate2-int8", "rtn-4"]
-    assert [title for title, _ in table.rows()] == [
+    assert [row.title for row in table.rows()] == [
         *("perplexity", "KLD from source", "KLD, 99th percentile", "same top token", "file size", "bits per weight"),
         *("ms/token @ 1 thread", "ms to first token @ 1 thread", "peak memory", "engine"),
     ]
-    assert table.rows()[-1][1] == ["transformers", "llamacpp", "ctranslate2", "reference"]
+    assert table.rows()[-1].cells == ("transformers", "llamacpp", "ctranslate2", "reference")
     assert sorted(path.name for path in out.iterdir()) == FILES
     assert (out / "table.md").read_text(encoding="utf-8") == table.to_markdown()
     assert read_tables(out / "table.json") == [(None, table)]
@@ -101,8 +101,8 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done):
         verify(out / "artifacts" / label)
         text = (out / "artifacts" / label / CARD).read_text()
         assert f"| Model | Measure | bfloat16 | {label} |" in text
-        for title, cells in table.rows():
-            assert f"| tiny | {title} | {cells[0]} | {cells[table.columns.index(label)]} |" in text
+        for row in table.rows():
+            assert f"| tiny | {row.title} | {row.cells[0]} | {row.cells[table.columns.index(label)]} |" in text
 
 
 def test_a_second_run_makes_again_what_is_damaged_and_nothing_else(done, tiny, monkeypatch):

@@ -15,7 +15,7 @@ from test_sweep import figures as figures_of
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.recipe import load_recipe
-from quantkit.report.sheet import read_places
+from quantkit.report.table import read_places
 from quantkit.sweep.executor import Needs
 from quantkit.sweep.run import run
 from quantkit.sweep.state import place_of
@@ -41,7 +41,7 @@ def recipe(tmp_path_factory):
 
 
 def figures(out):
-    return {table.model: figures_of(table) for _, table in read_places([str(out)])}
+    return {table.models[0]: figures_of(table) for _, table in read_places([str(out)])}
 
 
 def command(recipe, out, *words):

@@ -14,9 +14,9 @@ from tiny_models import CALIBRATION, EVALUATION, save_tiny
 from quantkit.errors import QuantkitError
 from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe, parse
-from quantkit.report.page.found import find_artifacts
+from quantkit.report.page import find_artifacts
 from quantkit.report.records import Hardware
-from quantkit.report.sheet import read_places
+from quantkit.report.table import read_places
 from quantkit.sweep import run as sweeps
 from quantkit.sweep.compare import compare, parse_variant
 from quantkit.sweep.executor import Needs
@@ -98,7 +98,7 @@ def done(models, tmp_path_factory):
 
 
 def test_its_figures_are_those_of_comparisons_to_the_last_digit(done, models, tmp_path):
-    tables = {table.model: table for _, table in read_places([str(done)])}
+    tables = {table.models[0]: table for _, table in read_places([str(done)])}
     compared = compare(str(models[0]), ["rtn:4", "rtn:8"], out=tmp_path / "one", **SETTINGS)
     assert figures(tables["one"]) == figures(compared)
     found, remarks = find_artifacts([str(done)])
@@ -162,7 +162,7 @@ def test_what_fails_is_told_and_stops_nothing_else(models, tmp_path):
     assert begun[-3:] == ["one.rtn-4", "one.rtn-8.convert", "one.rtn-8"]
     assert f"log: {place_of(out, 'one.rtn-4').log}" in outcome.sheet.notes()[0]
     assert outcome.sheet.notes()[0].startswith("Not measured: one.rtn-4: ")
-    assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", "rtn-8"]
+    assert [r.model.label for r in outcome.sheet.variants("one")] == ["bfloat16", "rtn-8"]
     assert any(line.startswith("one.rtn-4: failed: ") for line in lines_of(out))
     blocked.rmdir()
     outcome, begun = swept(models[:1], ["rtn:4", "rtn:8"], out)
@@ -177,7 +177,7 @@ def test_what_no_method_can_do_is_told_before_the_work(models, tmp_path):
     assert [name.split(".")[0] for name in outcome.failed] == ["narrow", "narrow"]
     assert all("group" in reason and "narrow" in name for name, reason in outcome.failed.items())
     assert begun[-1] == "narrow.source"
-    assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", label]
+    assert [r.model.label for r in outcome.sheet.variants("one")] == ["bfloat16", label]
 
 
 def test_what_measures_the_machine_is_alone_on_it(models, tmp_path, monkeypatch):

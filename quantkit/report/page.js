@@ -3,8 +3,8 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const chart = document.getElementById("chart"), tip = document.getElementById("tip");
-  const NAMESPACE = chart.namespaceURI, COLOURS = 6;
-  const LEFT = 70, RIGHT = 840, TOP = 14, BOTTOM = 430;
+  const NAMESPACE = chart.namespaceURI, COLOURS = 6, LEFT = 66, TOP = 14;
+  let RIGHT = 840, BOTTOM = 430; // as the window is wide: letters keep their size on a phone
 
   function html(name, words, parent) {
     const made = document.createElement(name);
@@ -51,6 +51,7 @@
   const shown = (value) => (value >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
 
   function scale(values, from, to, share) {
+    const most = Math.max(2, Math.min(6, Math.floor(Math.abs(to - from) / 70)));
     let low = Math.min(...values), high = Math.max(...values);
     const logarithmic = low > 0 && high / low > 8;
     if (logarithmic) {
@@ -62,7 +63,8 @@
     const place = (value) => from + (((logarithmic ? Math.log10(value) : value) - low) / (high - low)) * (to - from);
     const ticks = [];
     if (logarithmic) {
-      const steps = high - low > 3 ? [1] : high - low > 1.5 ? [1, 3] : [1, 2, 5];
+      const powers = ((high - low) * 6) / most;
+      const steps = powers > 3 ? [1] : powers > 1.5 ? [1, 3] : [1, 2, 5];
       for (let power = Math.floor(low); power <= high; power++) {
         for (const step of steps) {
           const at = power + Math.log10(step);
@@ -70,12 +72,20 @@
         }
       }
     } else {
-      const rough = (high - low) / 6, ten = 10 ** Math.floor(Math.log10(rough));
+      const rough = (high - low) / most, ten = 10 ** Math.floor(Math.log10(rough));
       const step = [1, 2, 5, 10].map((x) => x * ten).find((x) => x >= rough);
       for (let at = Math.ceil(low / step) * step; at <= high; at += step) ticks.push(Math.abs(at) < step / 2 ? 0 : at);
     }
     return { place, ticks, least: logarithmic ? 10 ** low : low };
   }
+
+  // Where a label may be, in pixels from its mark, and whether it has a line to it: the nearer spots first.
+  const NAMED = 40; // marks, above which none has a label
+  const ANGLES = [0, 180, 35, 145, -35, -145, 65, 115, -65, -115, 15, 165, -15, -165, 80, -80];
+  const SPOTS = [9, 15, 24, 36, 50, 66, 84, 104, 126].flatMap((far) => ANGLES.map((angle) => {
+    const turn = (angle * Math.PI) / 180;
+    return [far * Math.cos(turn), -far * Math.sin(turn), far > 12];
+  }));
 
   // The picture
   const titled = ([title, unit]) => (unit ? `${title}, ${unit}` : title);
@@ -102,12 +112,17 @@
     if (data.models.length > COLOURS) model.value = 0;
     redraw();
 
-    // The source has the ink's colour.
-    function hue(groups, group) {
-      return group === "source" && !several ? "c6" : `c${groups.indexOf(group) % COLOURS}`;
+    // As in the picture beside the table: by the order in the table; the source has the ink's colour.
+    function hue(group) {
+      const at = Math.max(data.methods.indexOf(group), data.models.indexOf(group));
+      return at < 0 ? "c6" : `c${at % COLOURS}`;
     }
 
     function redraw() {
+      const width = Math.max(280, document.getElementById("drawing").clientWidth);
+      RIGHT = width - 20;
+      BOTTOM = Math.max(300, Math.min(480, Math.round(width * 0.56))) - 50;
+      chart.setAttribute("viewBox", `0 0 ${width} ${BOTTOM + 50}`);
       chart.replaceChildren();
       tip.hidden = true;
       const x = ours(data.across, across), y = ours(data.upwards, upwards);
@@ -121,7 +136,7 @@
       const grouped = several && only === null ? "model" : "method";
       const groups = [...new Set(points.map((point) => point[grouped] ?? "source"))];
       groups.sort((a, b) => (a === "source") - (b === "source"));
-      const colour = (point) => hue(groups, point[grouped] ?? "source");
+      const colour = (point) => hue(point[grouped] ?? "source");
       // What lies far below the noise floor is nothing: it is drawn at the lower edge.
       const isKld = y[0].startsWith("KLD");
       const floors = isKld ? Object.entries(data.noise).filter(([name]) => points.some((p) => p.model === name)) : [];
@@ -149,10 +164,11 @@
         const at = sy.place(noise), one = floors.length === 1;
         const kind = one ? "frame" : colour(points.find((point) => point.model === name));
         draw("path", { class: `floor ${kind}`, d: `M${LEFT} ${at}H${RIGHT}` });
+        named.push([LEFT, at - 1, RIGHT, at + 1]);
         const words = one ? "noise floor: the source in bfloat16" : `noise floor of ${name}`;
         if (floors.length > 3) return;
         // Names of lines that lie close together stand side by side above them.
-        const beside = named.findLast((box) => at - 5 - box[3] < 16);
+        const beside = named.findLast((box) => box[2] < RIGHT && at - 5 - box[3] < 16);
         const left = beside ? beside[2] + 12 : LEFT + 6, base = beside ? beside[3] : at - 5;
         named.push([left, base - 10, left + words.length * 6.4, base]);
         draw("text", { class: "floor-name", x: left, y: base }, chart, words);
@@ -166,8 +182,9 @@
       }
       taken.push(...named);
       pareto(points, places, several ? colour : () => "frame", taken);
-      for (const point of points) mark(point, places.get(point), x, y, sx, sy, colour(point), taken, points.length <= 40);
-      key(groups, points.some((point) => point.values[y[0]][0] < least));
+      const labels = points.map((point) => mark(point, places.get(point), x, y, sx, sy, colour(point)));
+      if (points.length <= NAMED) place(labels, taken);
+      key(groups, points.some((point) => point.values[y[0]][0] < least), points.length > NAMED);
     }
 
     // Copies that no other copy of the model beats in both.
@@ -192,7 +209,8 @@
       }
     }
 
-    function mark(point, [px, py], x, y, sx, sy, kind, taken, named) {
+    // A mark with its hint; returns what its label needs.
+    function mark(point, [px, py], x, y, sx, sy, kind) {
       const [vx, ex] = point.values[x[0]], [vy, ey] = point.values[y[0]];
       const link = draw("a", { href: `#${point.at}`, class: "point" });
       const error = (value, e, digits = 4) => `${Number(value.toPrecision(digits))}${e === null ? "" : ` ± ${Number(e.toPrecision(2))}`}`;
@@ -208,43 +226,90 @@
       }
       if (point.method === null) draw("rect", { class: `mark ${kind}`, x: px - 5, y: py - 5, width: 10, height: 10 }, link);
       else draw("circle", { class: `mark ${kind}`, cx: px, cy: py, r: 5 }, link);
-      if (named) label(point.label, px, py, link, taken);
       const show = () => {
         tip.textContent = words;
         tip.hidden = false;
-        const across = chart.getBoundingClientRect().width, ratio = across / 860;
-        tip.style.top = `${py * ratio + 12}px`;
-        tip.style.left = px > 600 ? "auto" : `${px * ratio + 12}px`;
-        tip.style.right = px > 600 ? `calc(100% - ${px * ratio - 12}px)` : "auto";
+        tip.style.top = `${py + 12}px`;
+        tip.style.left = px > RIGHT * 0.6 ? "auto" : `${px + 12}px`;
+        tip.style.right = px > RIGHT * 0.6 ? `calc(100% - ${px - 12}px)` : "auto";
       };
       const hide = () => (tip.hidden = true);
       for (const kindOf of ["pointerenter", "focus"]) link.addEventListener(kindOf, show);
       for (const kindOf of ["pointerleave", "blur"]) link.addEventListener(kindOf, hide);
+      return { words: point.label, px, py, link, kind };
     }
 
-    // Beside its mark where nothing else is; else the hint alone has it.
-    function label(words, px, py, link, taken) {
-      const short = words.length > 26 ? `${words.slice(0, 25)}…` : words, wide = short.length * 6.4;
-      const spots = [[9, 4], [-9 - wide, 4], [-wide / 2, -10], [-wide / 2, 19], [9, -8], [9, 16], [-9 - wide, -8], [-9 - wide, 16],
-        [16, 4], [-16 - wide, 4], [14, -14], [14, 22], [-14 - wide, -14], [-14 - wide, 22]];
-      for (const [dx, dy] of spots) {
-        const box = [px + dx, py + dy - 10, px + dx + wide, py + dy + 2];
-        const inside = box[0] > LEFT && box[2] < 858 && box[1] > 2 && box[3] < BOTTOM;
-        if (inside && !taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3])) {
-          taken.push(box);
-          draw("text", { x: px + dx, y: py + dy }, link, short);
-          return;
+    // Every label where it costs least: it hides nothing and is nearest to its own mark; a far one has a line to it.
+    function place(labels, taken) {
+      const over = (a, b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3];
+      const far = (box, label) => Math.hypot(
+        Math.max(box[0] - label.px, label.px - box[2], 0), Math.max(box[1] - label.py, label.py - box[3], 0));
+      const crosses = (spot, box) => {
+        if (!spot.led) return false;
+        for (let step = 1; step <= 20; step++) {
+          const x = spot.x + ((spot.endX - spot.x) * step) / 20, y = spot.y + ((spot.endY - spot.y) * step) / 20;
+          if (x > box[0] && x < box[2] && y > box[1] && y < box[3]) return true;
+        }
+        return false;
+      };
+      for (const label of labels) {
+        const short = label.words.length > 26 ? `${label.words.slice(0, 25)}…` : label.words;
+        label.text = draw("text", {}, label.link, short);
+        const wide = label.text.getComputedTextLength() || short.length * 6.4;
+        label.spots = SPOTS.map(([dx, dy, led], number) => {
+          const left = label.px + dx - (dx > 0 ? 0 : wide);
+          const top = label.py + dy - (Math.abs(dy) < Math.abs(dx) ? 6 : dy > 0 ? 0 : 12);
+          const box = [left, top, left + wide, top + 12];
+          const spot = { box, led, x: label.px, y: label.py, endX: (box[0] + box[2]) / 2, endY: top + 6 };
+          const others = labels.filter((other) => Math.hypot(other.px - label.px, other.py - label.py) > 10);
+          const next = Math.min(...others.map((other) => far(box, other))), nearer = next < far(box, label) + 3;
+          const crossed = others.filter((other) => crosses(spot, [other.px - 5, other.py - 5, other.px + 5, other.py + 5]));
+          const inside = box[0] > LEFT && box[2] < RIGHT + 18 && box[1] > 2 && box[3] < BOTTOM;
+          const hidden = taken.filter((other) => over(box, other)).length;
+          const wrong = !inside || (nearer && !led); // would be cut off, or taken for another mark's
+          spot.cost = (wrong ? 1000 : 0) + 10 * (hidden + (nearer && next < 16)) + 2 * crossed.length + 0.02 * number;
+          return spot;
+        });
+      }
+      const order = [...labels].sort((a, b) => a.py - b.py);
+      for (let round = 0; round < 6; round++) {
+        for (const label of order) {
+          let least = Infinity, chosen = null;
+          for (const spot of label.spots) {
+            let cost = spot.cost;
+            for (const other of labels) {
+              if (cost >= least) break;
+              if (other === label || !other.chosen) continue;
+              cost += 10 * (over(spot.box, other.chosen.box) + crosses(spot, other.chosen.box) + crosses(other.chosen, spot.box));
+            }
+            if (cost < least) [least, chosen] = [cost, spot];
+          }
+          label.chosen = chosen;
+        }
+      }
+      for (const { text, chosen, link, kind } of labels) {
+        text.setAttribute("x", chosen.box[0]);
+        text.setAttribute("y", chosen.box[1] + 10);
+        if (chosen.led) {
+          const [toX, toY] = [Math.min(Math.max(chosen.x, chosen.box[0]), chosen.box[2]), Math.min(Math.max(chosen.y, chosen.box[1]), chosen.box[3])];
+          draw("line", { class: `lead ${kind}`, x1: chosen.x, y1: chosen.y, x2: toX, y2: toY }, link);
         }
       }
     }
 
-    function key(groups, clipped) {
+    function key(groups, clipped, many) {
       const place = document.getElementById("key");
       place.replaceChildren();
-      groups.forEach((group) => html("span", `● ${group}`, place).classList.add(hue(groups, group)));
-      const words = "line: no other copy is better in both; bars: ± standard error; square: the source";
-      html("span", clipped ? `${words}; what is below a tenth of the noise floor lies at the lower edge` : words, place);
+      groups.forEach((group) => html("span", `● ${group}`, place).classList.add(hue(group)));
+      let words = "line: no other copy is better in both; bars: ± standard error; square: the source";
+      if (clipped) words += "; what is below a tenth of the noise floor is drawn at the lower edge";
+      if (many) words += `; more than ${NAMED} marks have their names in hints`;
+      html("span", words, place);
     }
+
+    new ResizeObserver(([{ contentRect }]) => {
+      if (contentRect.width && Math.round(contentRect.width) !== RIGHT + 20) redraw();
+    }).observe(document.getElementById("drawing"));
   }
 
   // Data: what is packed in the page is saved as it was.
