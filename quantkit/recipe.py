@@ -174,7 +174,7 @@ class ConvertRecipe(Variant, WithSeldom):
 
 
 class ResourceSpec(Strict):
-    """Where a conversion computes, and what it may take there."""
+    """Where a conversion computes, and how much memory it may take."""
 
     device: Words = Field(AUTO, description=DEVICE)
     offload_gb: Gigabytes | None = Field(
@@ -182,6 +182,11 @@ class ResourceSpec(Strict):
         description="activations of more than this go to a file; default: 0.02, on a GPU a quarter of its memory",
     )
     max_memory_gb: Gigabytes | None = Field(None, description="most GB of memory to take; default: what is free")
+
+    @property
+    def max_memory(self) -> int | None:
+        """Most bytes of memory to take; None: what is free."""
+        return None if self.max_memory_gb is None else int(self.max_memory_gb * 1e9)
 
 
 class EngineSpec(Strict):
@@ -374,6 +379,11 @@ def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
         if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
             raise RecipeError(f"{where}: {name} = {shown(value)} cannot be used: it has more than 64 bits.")
     return record
+
+
+def take_fields(settings: dict[str, Any], record: type[M], names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Take the values of a record's fields (default: all) out of `settings`."""
+    return {name: settings.pop(name) for name in names or tuple(record.model_fields) if name in settings}
 
 
 def load_recipe(path: str | Path) -> ConvertRun | CompareRecipe | SweepRecipe:

@@ -16,8 +16,8 @@ import typer
 import yaml
 from test_rooms import ROOMS
 
-from quantkit.cli.app import app
-from quantkit.cli.convert import OPTIONS
+from quantkit.cli.app import make_app
+from quantkit.cli.convert import method_options
 from quantkit.contracts.registry import engines, find_format_for, find_method, formats, methods, probes
 from quantkit.conversion.check import prepare
 from quantkit.recipe import CompareRecipe, ConvertRun, SweepRecipe, Variant, load_recipe
@@ -27,7 +27,6 @@ PACKAGE = ROOT / "quantkit"
 CHANGELOG = ROOT / "CHANGELOG.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", CHANGELOG, *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-COMMANDS = typer.main.get_command(app)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 METHOD_FILES = ("quantkit/methods/mse.py", "tests/methods/test_mse.py", "docs/methods.md")
 FORMAT_FILES = ("quantkit/formats/row8/__init__.py", "tests/formats/test_row8.py", "docs/formats.md")
@@ -144,13 +143,15 @@ def test_paths_of_the_package_exist():
 
 def parse_command(words):
     """Parse `quantkit ...` as the command line would, without running it: its options, and those of its method."""
-    group = COMMANDS.make_context("quantkit", list(words), resilient_parsing=True)
-    name, command, rest = COMMANDS.resolve_command(group, words)
+    commands = typer.main.get_command(make_app(words))
+    group = commands.make_context("quantkit", list(words), resilient_parsing=True)
+    name, command, rest = commands.resolve_command(group, words)
     if "--help" in rest:
         return name, {}, {}
     context = command.make_context(name, rest, parent=group)
     assert not context.args, words
-    return name, context.params, context.meta.get(OPTIONS, {})
+    options = method_options(words).take(context.params) if name == "convert" else {}
+    return name, context.params, options
 
 
 # The commands of a worked example are parsed in the copy of the repository where it is there.

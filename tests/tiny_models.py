@@ -19,6 +19,8 @@ from tiny_llama import save_llama
 from quantkit.cli import options
 from quantkit.cli.app import main
 from quantkit.contracts.registry import methods
+from quantkit.conversion.check import prepare
+from quantkit.conversion.convert import recipe_of
 
 FLOAT_METHODS = [name for name in methods() if name != "keep"]  # which refuses all that is not quantized
 SAMPLE = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
@@ -34,6 +36,12 @@ def save_tiny(folder, **changes):
     save_llama(folder, bos_token_id=1, eos_token_id=2, **changes)
     save_tokenizer(folder)
     return folder
+
+
+def prepare_job(model, method, bits=None, calibration=None, **settings):
+    """The prepared job of `quantkit.convert` with these arguments."""
+    recipe, resources = recipe_of(model, method, bits, calibration, settings)
+    return prepare(recipe, resources=resources)
 
 
 def changed_copy(source, folder, change=None, **config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quantkit.cli.compare import compare, report, run, status, sweep_task, table
-from quantkit.cli.convert import ConvertCommand, convert
+from quantkit.cli.convert import convert, method_options
 from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
 from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
 from quantkit.cli.options import Command, say, with_options
@@ -47,12 +47,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "import": import_file,
 }
 
-app = typer.Typer(
-    invoke_without_command=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
-)
 BEGIN = """\
 quantkit convert demo --method gptq       make one quantized copy of a model: a hub id, a folder, or demo
 quantkit eval-ppl demo-gptq-4             its perplexity, and its divergence from the model
@@ -61,7 +55,6 @@ quantkit methods                          what can be made, and what loads it
 quantkit --help                           all commands; quantkit COMMAND --help: their options"""
 
 
-@app.callback()
 def begin(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
@@ -76,9 +69,22 @@ def begin(
             say(line)
 
 
-for name, function in COMMANDS.items():
-    kind = ConvertCommand if name == "convert" else Command
-    app.command(name, cls=kind, hidden=name == "sweep-task")(with_options(function))
+def make_app(words: Sequence[str] = ()) -> typer.Typer:
+    """The command line for these words: `convert` has the options of the method that they ask for."""
+    app = typer.Typer(
+        invoke_without_command=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
+    )
+    app.callback()(begin)
+    own = {"options": method_options(words)} if "convert" in words[:1] else {}
+    for name, function in COMMANDS.items():
+        command = with_options(function, **own) if name == "convert" else with_options(function)
+        app.command(name, cls=Command, hidden=name == "sweep-task")(command)
+    return app
+
+
 err = Console(stderr=True)
 
 
@@ -86,7 +92,7 @@ def main() -> None:
     """Entry of the command `quantkit`: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
     try:
         with signals_that_end(), leader_alone_heard():
-            app()
+            make_app(sys.argv[1:])()
     except QuantkitError as error:
         if tells(error):
             _tell(f"{type(error).__name__}: {error}")

@@ -25,7 +25,7 @@ from quantkit.cli.options import (
     writable,
 )
 from quantkit.errors import RecipeError, SweepError
-from quantkit.recipe import DEVICE, CompareRecipe, ConvertRecipe, EvaluationSpec, SweepRecipe, load_recipe
+from quantkit.recipe import DEVICE, CompareRecipe, ConvertRecipe, EvaluationSpec, ResourceSpec, SweepRecipe, load_recipe
 
 if TYPE_CHECKING:
     from quantkit.comparison.sweep import Outcome
@@ -84,7 +84,7 @@ def run(
     from quantkit.cli.progress import growing
     from quantkit.cli.progress import shown as steps
     from quantkit.comparison import compare as comparison
-    from quantkit.conversion.check import prepare
+    from quantkit.conversion.check import check, prepare
     from quantkit.conversion.convert import run as run_conversion
 
     loaded = load_recipe(recipe)
@@ -109,9 +109,9 @@ def run(
         print_table(table, transpose, notes)
         return
     recipe_alone = ConvertRecipe.model_validate(loaded.model_dump(exclude={"out", "device"}))
-    job = prepare(recipe_alone, device=loaded.device)
+    ready = check(prepare(recipe_alone, resources=ResourceSpec(device=loaded.device)), loaded.out, force)
     with steps() as progress:
-        artifact = run_conversion(job, loaded.out, force=force, progress=progress)
+        artifact = run_conversion(ready, progress)
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,74 +14,37 @@ from quantkit.cli import progress
 from quantkit.cli.options import (
     AdapterOption,
     CalibrationFields,
-    Command,
     Fields,
     ForceOption,
     JsonOption,
     ModelArgument,
     Values,
-    options_of,
     print_artifact,
     save,
     say,
 )
-from quantkit.recipe import ConvertRecipe, ResourceSpec
+from quantkit.recipe import ConvertRecipe, ResourceSpec, Strict
 from quantkit.system.ranks.group import device_of, joined, refuse_ranks
 
 if TYPE_CHECKING:
     from quantkit.conversion.dry_run import DryRun
 
-METHOD = "quantkit.method"  # where a command's context holds the method that is asked for, and click's options of it
-OPTIONS = "quantkit.options"  # where it holds the values of those that are given
+NO_OPTIONS = Fields(Strict)
 
 
-class ConvertCommand(Command):
-    """Has the options of the method that is asked for, too; methods are loaded only then."""
+def method_options(words: Sequence[str]) -> Fields:
+    """The options of the method that a command line asks for with `--method`; raises RecipeError for an unknown one."""
+    from quantkit.contracts.registry import find_method
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Find the method first: then its options are known."""
-        from quantkit.contracts.registry import find_method
-
-        if ctx.resilient_parsing:
-            return super().parse_args(ctx, args)
-        lenient: Values = {"resilient_parsing": True, "ignore_unknown_options": True, "allow_extra_args": True}
-        if name := self.make_context(ctx.info_name, list(args), **lenient).params["method"]:
-            method = find_method(name)
-            ctx.meta[METHOD] = method, options_of(method.Options)
-        rest = super().parse_args(ctx, args)
-        values = {option.name: ctx.params.pop(option.name) for option in ctx.meta.get(METHOD, (None, ()))[1]}
-        ctx.meta[OPTIONS] = {name: value for name, value in values.items() if value is not None}
-        return rest
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """The command's own, and those of the method."""
-        return [*super().get_params(ctx), *ctx.meta.get(METHOD, (None, ()))[1]]
-
-    def known_options(self, ctx: Any) -> str:
-        """The method's."""
-        names = [option.opts[0] for option in ctx.meta.get(METHOD, (None, ()))[1]]
-        return f" The method's options: {', '.join(names) or 'none'}" if METHOD in ctx.meta else ""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help with the options of every method at its end."""
-        self.epilog = _options_help()
-        super().format_help(ctx, formatter)
-
-
-def _options_help() -> str:
-    from quantkit.contracts.registry import methods
-
-    parts = []
-    for method in methods().values():
-        parts.append(f"[bold]{method.name}[/bold]: bits {', '.join(method.bits)} (default {method.default_bits})")
-        for name, field in method.Options.model_fields.items():
-            flag = "--" + name.replace("_", "-")
-            parts.append(f"  {flag} ({field.get_default(call_default_factory=True)}): {field.description}")
-    return "[bold]Options of each method[/bold]\n\n" + "\n\n".join(parts)
+    after = (following for word, following in pairwise(words) if word == "--method")
+    name = next((word.partition("=")[2] for word in words if word.startswith("--method=")), None) or next(after, None)
+    if name is None:
+        return NO_OPTIONS
+    method = find_method(name)
+    return Fields(method.Options, unset=True, panel=f"Options of {name}")
 
 
 def convert(
-    ctx: typer.Context,
     model: ModelArgument,
     *,
     recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision"))],
@@ -88,41 +53,38 @@ def convert(
     force: ForceOption = False,
     calibration: CalibrationFields,
     resources: Annotated[Values, Fields(ResourceSpec)],
+    options: Annotated[Values, NO_OPTIONS],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Forecast memory, disk and time; write nothing.")] = False,
     json: JsonOption = None,
 ) -> None:
-    """Quantize MODEL into one artifact folder. Options of the method itself stand below."""
-    from quantkit.conversion.check import prepare_job
-    from quantkit.conversion.convert import follow
+    """Quantize MODEL into one artifact folder.
+
+    `quantkit convert --method METHOD --help` also shows the options of a method; `quantkit methods` lists the methods.
+    """
+    from quantkit.conversion.check import check, prepare
+    from quantkit.conversion.convert import follow, recipe_of
     from quantkit.conversion.convert import run as run_conversion
     from quantkit.conversion.dry_run import dry_run as forecast_job
     from quantkit.models.config import leave_torch_out
-    from quantkit.recipe import parse
 
-    limits = parse(ResourceSpec, resources, "convert")
     if dry_run:
         refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
+    named = {"method": recipe.pop("method"), "bits": recipe.pop("bits", None)}
+    settings = {**recipe, **options, **resources, "adapters": adapter or ()}
+    asked, limits = recipe_of(model, calibration=calibration, settings=settings, **named)
     with joined(limits.device) as here:
-        job = prepare_job(
-            model,
-            **recipe,
-            adapters=adapter or (),
-            calibration=calibration,
-            device=device_of(limits.device, here),
-            offload_gb=limits.offload_gb,
-            **ctx.meta[OPTIONS],
-        )
+        job = prepare(asked, resources=limits.model_copy(update={"device": device_of(limits.device, here)}))
         if not job.method.needs_torch(job.options):
             leave_torch_out()
-        memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
+        ready = check(job, folder, force)
         if dry_run:
-            _print_forecast(forecast_job(job, folder, force=force, max_memory=memory), json)
+            _print_forecast(forecast_job(ready), json)
             return
         if here.rank:
-            follow(job, folder, max_memory=memory)
+            follow(ready)
             return
         with progress.shown() as steps:
-            artifact = run_conversion(job, folder, force=force, max_memory=memory, progress=steps)
+            artifact = run_conversion(ready, steps)
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
     if folder is None and not progress.quiet:

@@ -163,7 +163,7 @@ def import_file(
 ) -> None:
     """Write a GGUF file as a Hugging Face checkpoint, dequantized."""
     from quantkit.cli.progress import shown
-    from quantkit.conversion.import_gguf import import_gguf
+    from quantkit.conversion.convert import import_gguf
 
     with shown() as progress:
         import_gguf(path, to, dtype=dtype, tokenizer=tokenizer, config=config, force=force, progress=progress)

@@ -45,13 +45,14 @@ Values = dict[str, Any]
 class Fields:
     """Options for these fields of a record (default: all of them); `prefix` stands before each of their names.
 
-    unset: an option that is not given is None, whatever the field's default is.
+    `unset`: an option that is not given is None, whatever the field's default is. `panel`: their heading in the help.
     """
 
     record: type[Strict]
     names: tuple[str, ...] = ()
     prefix: str = ""
     unset: bool = False
+    panel: str | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -66,8 +67,11 @@ class Fields:
             kind, settings = _kind(info.annotation, flag)
             flags = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
             default = None if self.unset or info.get_default() == () else info.get_default()
+            text = _help(info.description)
+            if self.unset and (own := info.get_default(call_default_factory=True)) is not None:
+                text += f" Default: {str(own).lower() if kind is bool else own}."
             option = typer.Option(
-                ... if info.is_required() else default, flags, help=_help(info.description), **settings
+                ... if info.is_required() else default, flags, help=text, rich_help_panel=self.panel, **settings
             )
             yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
@@ -126,15 +130,15 @@ def _loudness(
 ) -> None: ...
 
 
-def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The command with options in place of its parameters that are annotated with `Fields`."""
+def with_options(function: Callable[..., None], **others: Fields) -> Callable[..., None]:
+    """The command with options in place of its parameters that are annotated with `Fields`; `others` replace those."""
     groups: dict[str, Fields] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         marks = [mark for mark in getattr(parameter.annotation, "__metadata__", ()) if isinstance(mark, Fields)]
         if marks:
-            groups[parameter.name] = marks[0]
-        parameters += marks[0].parameters() if marks else (parameter,)
+            groups[parameter.name] = others.get(parameter.name, marks[0])
+        parameters += groups[parameter.name].parameters() if marks else (parameter,)
     parameters += inspect.signature(_loudness, eval_str=True).parameters.values()
 
     @functools.wraps(function)
@@ -147,22 +151,11 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def options_of(record: type[Strict]) -> list[Any]:
-    """Click's options for the fields of a record; one that is not given is None."""
-
-    def command() -> None: ...
-
-    vars(command)["__signature__"] = inspect.Signature([*Fields(record, unset=True).parameters()])
-    app = typer.Typer(add_completion=False)
-    app.command()(command)
-    return typer.main.get_command(app).params
-
-
 class Command(TyperCommand):
     """A command that suggests the nearest option where one does not exist."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse with click; the error for an unknown option suggests the nearest one."""
+        """Parse with click; the error for an unknown option suggests the nearest one, and names those in a panel."""
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
@@ -170,12 +163,13 @@ class Command(TyperCommand):
                 vars(error)["message"] = one_line(vars(error).get("message") or "", LONGEST)
                 raise
             flag = str(vars(error)["option_name"])
-        flags = [known for option in self.get_params(ctx) for known in (*option.opts, *option.secondary_opts)]
-        return ctx.fail(f"no such option {flag}.{near_miss(flag, flags)}{self.known_options(ctx)}")
-
-    def known_options(self, ctx: Any) -> str:
-        """What to say of the options that there are, beside the near miss."""
-        return ""
+        flags = [known for option in self.params for known in (*option.opts, *option.secondary_opts)]
+        panels: dict[str, list[str]] = {}
+        for option in self.params:
+            if (panel := getattr(option, "rich_help_panel", None)) is not None:
+                panels.setdefault(panel, []).append(option.opts[0])
+        known_options = "".join(f" {panel}: {', '.join(names)}." for panel, names in panels.items())
+        return ctx.fail(f"no such option {flag}.{near_miss(flag, flags)}{known_options}")
 
 
 def writable(suffix: str) -> Callable[[Path | None], Path | None]:

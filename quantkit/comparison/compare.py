@@ -21,9 +21,8 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion import check, convert
 from quantkit.conversion.agreement import refuse_untrue
-from quantkit.conversion.check import CheckedJob
+from quantkit.conversion.check import ReadyJob
 from quantkit.conversion.manifest import portable, side_hashes
-from quantkit.conversion.staging import refuse_existing
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
 from quantkit.evaluation import evaluate, process
@@ -32,15 +31,7 @@ from quantkit.evaluation.evaluate import Judgement
 from quantkit.evaluation.forecast.memory import Need, need_of_copy
 from quantkit.formats.source import open_source
 from quantkit.progress import Pieces, Progress
-from quantkit.recipe import (
-    CompareRecipe,
-    ConvertRecipe,
-    EngineSpec,
-    SweepModel,
-    Variant,
-    WalkSpec,
-    parse,
-)
+from quantkit.recipe import CompareRecipe, ConvertRecipe, EngineSpec, ResourceSpec, SweepModel, Variant, WalkSpec, parse
 from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet
@@ -93,22 +84,22 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     process.prepare()
     comparison = Comparison(recipe)
     jobs = comparison.check(recipe.variants)
-    for ready in jobs:
-        require(find_engine(ready.job.format.engines[0]))
+    for one in jobs:
+        require(find_engine(one.job.format.engines[0]))
     lines = list(comparison.how_evaluated(jobs))
     for line in (f"device: {described(find_device(recipe.device))}", *lines):
         progress.say(line)
     reports: list[Report] = []
-    parts = [[comparison.cost_of(checked.job), ("evaluation", 1.0)] for checked in jobs]
+    parts = [(comparison.cost_of(one.job), ("evaluation", 1.0)) for one in jobs]
     todo = [("evaluation", SOURCE_COST), *chain(*parts)]
     pieces, costs = Pieces(todo), iter(cost for _, cost in todo)
     with progress.step("all variants", sum(cost for _, cost in todo)) as advance:
-        for checked in (None, *jobs):
+        for ready in (None, *jobs):
             model = comparison.original
-            if checked is not None:
-                label = checked.job.recipe.label
+            if ready is not None:
+                label = ready.job.recipe.label
                 advance(0, f"converting {label}", pieces)
-                model = Model(comparison.artifact(checked, progress.within(label)), None)
+                model = Model(comparison.artifact(ready, progress.within(label)), None)
                 advance(next(costs))
             advance(0, f"evaluating {model.label}", pieces)
             reports.append(comparison.report(model, progress.within(model.label)))
@@ -130,11 +121,11 @@ class Comparison:
     """One model and its variants: converts and evaluates them, or reuses what the folder `out` has of an earlier run.
 
     `any_machine`: a report of another machine is reused, too; only figures of quality are the same there.
-    `max_memory`: bytes that the work may take; None: what is free here.
+    `max_memory_gb` is what the work may take; None: what is free here.
     """
 
-    def __init__(self, recipe: CompareRecipe, any_machine: bool = False, max_memory: int | None = None) -> None:
-        self.recipe, self.any_machine, self.max_memory = recipe, any_machine, max_memory
+    def __init__(self, recipe: CompareRecipe, any_machine: bool = False, max_memory_gb: float | None = None) -> None:
+        self.recipe, self.any_machine, self.max_memory_gb = recipe, any_machine, max_memory_gb
         self.source = open_source(recipe.model, recipe.revision, recipe.adapters)
         self.original = Model(None, self.source)
         self.out = path_of(recipe.out or Path("quantkit-compare") / name_of(recipe), OutputError)
@@ -157,23 +148,21 @@ class Comparison:
         """The path of a report."""
         return self.out / "reports" / f"{safe_name(model.label)}.json"
 
-    def check(self, variants: Sequence[Variant]) -> list[CheckedJob]:
+    def check(self, variants: Sequence[Variant]) -> list[ReadyJob]:
         """Refuse what cannot be converted, before anything is."""
         shared = {key: getattr(self.recipe, key) for key in ("model", "revision", "adapters", "calibration", "seed")}
         recipes = [ConvertRecipe(**dict(variant), **shared) for variant in variants]
-        jobs = [check.prepare(recipe, self.source, self.recipe.device) for recipe in recipes]
+        resources = ResourceSpec(device=self.recipe.device, max_memory_gb=self.max_memory_gb)
+        jobs = [check.prepare(recipe, self.source, resources) for recipe in recipes]
         folders = [self.folder_of(job) for job in jobs]
-        for job, folder in zip(jobs, folders, strict=True):
+        for folder in folders:
             if folders.count(folder) > 1:
                 raise RecipeError(f"two variants are named {folder.name}; leave one out")
-            refuse_existing(folder, force=True)
-            convert.refuse_own_source(job, folder)
-        return [check.check(job, folder, self.max_memory) for job, folder in zip(jobs, folders, strict=True)]
+        return [check.check(job, folder, force=True) for job, folder in zip(jobs, folders, strict=True)]
 
-    def artifact(self, checked: CheckedJob, progress: Progress) -> Artifact:
+    def artifact(self, ready: ReadyJob, progress: Progress) -> Artifact:
         """The artifact of a variant, reused or converted."""
-        folder = self.folder_of(checked.job)
-        return self.reusable_artifact(checked.job) or convert.run(checked, folder, force=True, progress=progress)
+        return self.reusable_artifact(ready.job) or convert.run(ready, progress)
 
     def reusable_artifact(self, job: Job) -> Artifact | None:
         """The finished artifact of the same recipe and source, if there is one, its files unchanged."""
@@ -206,7 +195,7 @@ class Comparison:
         except RecipeError:
             find_device(self.recipe.device)  # raises for a device that nothing here has
             engine = choose(model, EngineSpec(device=CPU))
-        limits = WalkSpec(max_memory_gb=None if self.max_memory is None else self.max_memory / 1e9)
+        limits = WalkSpec(max_memory_gb=self.max_memory_gb)
         return evaluate.prepare(model, self.recipe.evaluation, self.text, engine, self.source, limits)
 
     def report(self, model: Model, progress: Progress) -> Report:
@@ -242,7 +231,7 @@ class Comparison:
         """What it takes to evaluate a variant whole that is still to be made."""
         return need_of_copy(job, self.source, self.of_original.judged.windows)
 
-    def how_evaluated(self, jobs: Sequence[CheckedJob]) -> Iterator[str]:
+    def how_evaluated(self, jobs: Sequence[ReadyJob]) -> Iterator[str]:
         """Which models are evaluated whole and which block by block, with their engines and memory."""
         judgement = self.of_original
         needs = [(self.original.label, judgement.settled.model)]
@@ -250,8 +239,8 @@ class Comparison:
             needs.insert(0, ("the source for divergences", judgement.settled.baseline))
         whole = [f"{label} ({need.words})" for label, need in needs if not need.walk]
         by_block = [f"{label} ({need.words})" for label, need in needs if need.walk]
-        for checked in jobs:
-            label, need = checked.job.recipe.label, self.need_of(checked.job)
+        for ready in jobs:
+            label, need = ready.job.recipe.label, self.need_of(ready.job)
             if need.memory is None or need.memory <= free_memory(need.device):
                 whole.append(f"{label} ({need.words})")
             else:

@@ -19,7 +19,7 @@ from quantkit.comparison.compare import Comparison, draw_table, write_table
 from quantkit.comparison.executors import LOST, UNPLACED, Executor
 from quantkit.comparison.tasks import Task, plan, read_task
 from quantkit.contracts.model import Model
-from quantkit.conversion.check import CheckedJob
+from quantkit.conversion.check import ReadyJob
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import LONGEST_REASON, DependencyError, OutputError, QuantkitError, RecipeError, one_line
 from quantkit.progress import Progress
@@ -63,11 +63,12 @@ def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = Non
 def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
     """Find out which tasks are done, which cannot be done, and what memory the others take; write all of them."""
     models: dict[str, Comparison] = {}
-    variants: dict[str, tuple[CheckedJob, Artifact | None]] = {}
+    variants: dict[str, tuple[ReadyJob, Artifact | None]] = {}
     for task in tasks.values():
         try:
             if task.model not in models:
-                models[task.model] = Comparison(task.recipe, task.of_quality, most_memory)
+                limit = None if most_memory is None else most_memory / 1e9
+                models[task.model] = Comparison(task.recipe, task.of_quality, limit)
                 models[task.model].text = text
             done = _is_done(task, models[task.model], variants)
         except (RecipeError, DependencyError):
@@ -78,21 +79,21 @@ def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
             task.update(**(task.former() if done else {}), state="done" if done else "waiting")
 
 
-def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[CheckedJob, Artifact | None]]) -> bool:
+def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[ReadyJob, Artifact | None]]) -> bool:
     """Whether a task is done; sets its report, or its memory where that is known. `variants` are those looked at."""
     model, own = comparison.original, psutil.Process().memory_info().rss  # a task's process holds about as much
     for variant in task.recipe.variants:
         key = f"{task.model} {variant.label}"
         if key not in variants:
-            [checked] = comparison.check([variant])
-            variants[key] = checked, comparison.reusable_artifact(checked.job)
-        checked, artifact = variants[key]
+            [ready] = comparison.check([variant])
+            variants[key] = ready, comparison.reusable_artifact(ready.job)
+        ready, artifact = variants[key]
         if task.kind == "convert":
-            task.memory = None if checked.forecast is None else checked.forecast.memory
+            task.memory = None if ready.forecast is None else ready.forecast.memory
             return artifact is not None
         if artifact is None:
-            need = comparison.need_of(checked.job).memory
-            if need is not None and need <= (comparison.max_memory or need):  # else it goes block by block
+            need = comparison.need_of(ready.job).memory
+            if need is not None and need / 1e9 <= (comparison.max_memory_gb or need):  # else it goes block by block
                 task.memory = need + own
             return False
         model = Model(artifact, None)

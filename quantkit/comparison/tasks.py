@@ -210,8 +210,8 @@ def _run(task: Task, progress: Progress) -> str | None:
             leave_torch_out()  # this process converts and ends
     comparison = Comparison(task.recipe, any_machine=task.of_quality)
     model = comparison.original
-    for checked in comparison.check(task.recipe.variants):
-        model = Model(comparison.artifact(checked, progress), None)
+    for ready in comparison.check(task.recipe.variants):
+        model = Model(comparison.artifact(ready, progress), None)
     if task.kind == "convert":
         return None
     comparison.report(model, progress)

@@ -173,7 +173,8 @@ class Job:
     """A recipe with its opened source, its method and the format to write.
 
     `options` is the method's record. `device` is torch's name of where the maths runs, `batch_tokens` of calibration
-    go through a block together, activations beyond `offload_bytes` go to files. `checked` and `calibration` (of methods
+    go through a block together, activations beyond `offload_bytes` go to files, and the process may take `max_memory`
+    bytes (None: what is free). `checked` and `calibration` (of methods
     that calibrate) are there once it was checked.
     """
 
@@ -184,6 +185,7 @@ class Job:
     options: Any
     device: str
     offload_bytes: int
+    max_memory: int | None = None
     batch_tokens: int = BATCH_TOKENS
     checked: Checked = field(default_factory=Checked)
     calibration: CalibrationTokens | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
-from quantkit.conversion.staging import refuse_small_disk
+from quantkit.conversion.staging import place_of, refuse_existing, refuse_overlap, refuse_small_disk
 from quantkit.data.texts import encode
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models.architectures.proven import PROVEN
 from quantkit.models.config import ADD_ROWS, refuse_ids, vocabulary_of
 from quantkit.models.source import Source
-from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, parse
+from quantkit.recipe import AUTO, ConvertRecipe, ResourceSpec
 from quantkit.system.device import CPU, device_memory, find_device
+from quantkit.system.files import safe_name
 from quantkit.system.ranks.group import size
 from quantkit.untrusted import read_object, shown
 
@@ -35,48 +36,22 @@ OFFLOAD_SHARE = 0.25  # of a GPU's memory
 
 
 @dataclass(frozen=True)
-class CheckedJob:
-    """A job that nothing speaks against, the disk space in bytes that its work takes, and its forecast."""
+class ReadyJob:
+    """A checked job: where its artifact goes, the disk space in bytes that its work takes, and its forecast.
+
+    `force`: what is at `out` is replaced.
+    """
 
     job: Job
+    out: Path
+    force: bool
     disk_bytes: int
     forecast: Forecast | None
 
 
-def prepare_job(
-    model_id: str,
-    method: str,
-    bits: str | int | None = None,
-    *,
-    calibration: CalibrationSpec | dict[str, Any] | None = None,
-    revision: str | None = None,
-    adapters: Sequence[str | Path] = (),
-    seed: int = 0,
-    format: str | None = None,
-    device: str = AUTO,
-    offload_gb: float | None = None,
-    **options: Any,
-) -> Job:
-    """The prepared job of such a conversion; see `convert`."""
-    values = {
-        "model": str(model_id),
-        "revision": revision,
-        "adapters": tuple(map(str, adapters)),
-        "method": method,
-        "bits": None if bits is None else str(bits),
-        "options": options,
-        "format": format,
-        "calibration": parse(CalibrationSpec, calibration or {}, "calibration"),
-        "seed": seed,
-    }
-    return prepare(parse(ConvertRecipe, values, "convert"), device=device, offload_gb=offload_gb)
-
-
-def prepare(
-    recipe: ConvertRecipe, source: Source | None = None, device: str = AUTO, offload_gb: float | None = None
-) -> Job:
-    """Everything that can be refused without reading weights: method, bits, format, options, device, checkpoint."""
-    method = find_method(recipe.method)
+def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: ResourceSpec | None = None) -> Job:
+    """Refuse what can be refused without reading weights: method, bits, format, options, device, checkpoint."""
+    method, resources = find_method(recipe.method), resources or ResourceSpec()
     bits = method.parse_bits(recipe.bits)
     kind = find_format_for(method, recipe.format, bits)
     options = method.parse_options(recipe.options)
@@ -89,13 +64,13 @@ def prepare(
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
             "`quantkit methods` lists the others."
         )
-    calibrated = method.calibrated(options)
+    calibrated, device = method.calibrated(options), resources.device
     if calibrated or device != AUTO:
         device = find_device(device)  # refuses one that is not there
     if not calibrated:
         device = CPU  # the other methods compute there only
-    offload = _offload_bytes(device) if offload_gb is None else int(offload_gb * 1e9)
-    return Job(kind.prepared(source), recipe, method, kind, options, device, offload)
+    offload = _offload_bytes(device) if resources.offload_gb is None else int(resources.offload_gb * 1e9)
+    return Job(kind.prepared(source), recipe, method, kind, options, device, offload, resources.max_memory)
 
 
 def _offload_bytes(device: str) -> int:
@@ -104,12 +79,30 @@ def _offload_bytes(device: str) -> int:
     return OFFLOAD_BYTES if memory is None else int(OFFLOAD_SHARE * memory[1])
 
 
-def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
-    """Refuse, before long work, what the method, the calibration text, the disk or the memory cannot take.
+def default_out(recipe: ConvertRecipe) -> Path:
+    """`MODEL-ADAPTERS-METHOD-BITS` in the current folder, followed by the options that were given."""
+    names = [Path(place).name for place in (recipe.model, *recipe.adapters)]
+    return Path(safe_name("-".join([names[0] or "model", *filter(None, names[1:]), recipe.label])))
 
-    `max_memory` is the most bytes that the process may take (default: what is free).
+
+def place_for(job: Job, out: str | Path | None, force: bool = False) -> Path:
+    """The folder that the artifact goes to; raises OutputError where it cannot be written there."""
+    place = place_of(default_out(job.recipe) if out is None else out)
+    refuse_existing(place, force)
+    folder = job.source.folder
+    # A GGUF file lies among others; a checkpoint is all that its folder holds.
+    is_checkpoint = "config.json" in job.source.hashed_files
+    refuse_overlap(place, folder if is_checkpoint else folder / job.source.weight_files[0])
+    return place
+
+
+def check(job: Job, out: str | Path | None = None, force: bool = False) -> ReadyJob:
+    """Refuse, before long work, what the output, the method, the calibration text, the disk or the memory cannot take.
+
+    `out` is the artifact's folder (default: a name made of the recipe); `force` allows replacing an artifact there.
     """
     _refuse_ranks(job)
+    place = place_for(job, out, force)
     source, kept_notes = _keeping(job, job.source, job.source.kept)
     job = job.changed(source=source)
     tokenizer_notes = _tokenizer_notes(source)  # first: a tokenizer that cannot be used is refused by every method
@@ -132,18 +125,18 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
     job = job.changed(checked=replace(job.checked, nbytes=nbytes, notes=notes))
     # At the end of a checkpoint its spool and its shards lie side by side.
     disk_bytes = job.checked.nbytes * (2 if job.format.keeps else 1)
-    refuse_small_disk(out, disk_bytes)
+    refuse_small_disk(place, disk_bytes)
     if job.method.calibrated(job.options):
         recipe, config = job.recipe, job.source.config
         notes = (*job.checked.notes, *context_notes(recipe.calibration, config))
         tokens = draw_tokens(job.source.tokenizer(), recipe.calibration, recipe.seed, config)
         job = job.changed(calibration=tokens, checked=replace(job.checked, notes=notes))
         _refuse_many_ranks(*tokens.ids.shape)
-    job, forecast = fit_memory(job, max_memory)
+    job, forecast = fit_memory(job)
     if forecast is not None and forecast.offloaded:
         disk_bytes += forecast.offloaded
-        refuse_small_disk(out, disk_bytes)
-    return CheckedJob(job, disk_bytes, forecast)
+        refuse_small_disk(place, disk_bytes)
+    return ReadyJob(job, place, force, disk_bytes, forecast)
 
 
 def _refuse_ranks(job: Job) -> None:

@@ -5,7 +5,6 @@ A conversion that was killed or interrupted goes on where it was: see staging.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,103 +15,92 @@ from quantkit.checkpoints.journal import JOURNAL, SPOOL, restore
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Findings, Run
 from quantkit.conversion.alternatives import alternatives_to
-from quantkit.conversion.check import CheckedJob, check, prepare_job
+from quantkit.conversion.check import ReadyJob, check, prepare
 from quantkit.conversion.manifest import fingerprint, make_manifest
 from quantkit.conversion.prove import check_values
-from quantkit.conversion.staging import place_of, refuse_existing, refuse_overlap, staged
+from quantkit.conversion.staging import place_of, refuse_existing, staged
 from quantkit.errors import RecipeError, SourceError, UnsupportedError, ValuesError
 from quantkit.progress import Progress
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, take_fields
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
 from quantkit.system.device import described
-from quantkit.system.files import replace_text, safe_name
+from quantkit.system.files import replace_text
 from quantkit.system.ranks.group import from_leader, place, size
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import parse_json, shown, told
 
+DTYPES = ("float16", "bfloat16", "float32")  # of an imported GGUF file
 OF_A_RANK = ("device", "batch_tokens")  # keys of a fingerprint that may differ between ranks
 
 
 def convert(
-    model_id: str,
+    model: str | Path,
     method: str,
     bits: str | int | None = None,
     out: str | Path | None = None,
     *,
     calibration: CalibrationSpec | dict[str, Any] | None = None,
-    revision: str | None = None,
-    adapters: Sequence[str | Path] = (),
-    seed: int = 0,
-    format: str | None = None,
     force: bool = False,
-    device: str = "auto",
-    offload_gb: float | None = None,
-    max_memory_gb: float | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> Artifact:
-    """Quantize `model_id` (a hub id, a checkpoint folder, or ``demo``) and return the finished artifact.
+    """Quantize `model` (a hub id, a checkpoint folder, or ``demo``) and return the finished artifact.
 
-    `bits` is said as the method's users say it (4, ``int8``, ``Q4_K_M``); `options` are the method's own; `format` is
-    one of those that can hold what it makes (default: the method's first). `adapters` are folders of LoRA adapters,
-    which are merged into the model in float32 in this order.
+    `bits` are written as the method's users write them (4, ``int8``, ``Q4_K_M``). `out` is the artifact's folder
+    (default: a name made of the recipe); `force` allows replacing an artifact there. `settings` are the method's own
+    options, and further fields of the recipe and of `ResourceSpec`:
+
+    - `format` to write, of those that hold what the method makes (default: the method's first);
+    - `revision` of a hub model; `adapters`, folders of LoRA adapters to merge in float32, in this order; `seed`;
+    - `device` of calibration: auto (the GPU where torch has one), cpu, cuda, cuda:1;
+    - `offload_gb`: activations of more than this go to a file (default: 0.02 on the CPU, a quarter of a GPU's memory);
+    - `max_memory_gb`: refuse a conversion that is forecast to take more (default: what is free).
+
     Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
-    A conversion that was killed or interrupted goes on from `OUT.partial` when it is asked for again.
-    Calibrated methods compute on `device`: auto (the GPU where torch has one), cpu, cuda, cuda:1. Activations of more
-    than `offload_gb` GB go to a file (default: 0.02 on the CPU, a quarter of a GPU's memory).
-    What is forecast to take more than `max_memory_gb` GB (default: what is free) is refused.
+    An interrupted conversion continues from `OUT.partial` when it is called again.
     """
-    given = {"device": device, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
-    limits = parse(ResourceSpec, given, "convert")
-    job = prepare_job(
-        model_id, method, bits, calibration=calibration, revision=revision, adapters=adapters, seed=seed,
-        format=format, device=device, offload_gb=limits.offload_gb, **options,
-    )  # fmt: skip
-    max_memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
-    return run(job, out, force=force, max_memory=max_memory, progress=progress)
+    recipe, resources = recipe_of(model, method, bits, calibration, settings)
+    return run(check(prepare(recipe, resources=resources), out, force), progress)
 
 
-def default_out(recipe: ConvertRecipe) -> Path:
-    """`MODEL-ADAPTERS-METHOD-BITS` in the current folder, followed by the options that were given."""
-    names = [Path(place).name for place in (recipe.model, *recipe.adapters)]
-    return Path(safe_name("-".join([names[0] or "model", *filter(None, names[1:]), recipe.label])))
+def recipe_of(
+    model: str | Path,
+    method: str,
+    bits: str | int | None,
+    calibration: CalibrationSpec | dict[str, Any] | None,
+    settings: dict[str, Any],
+) -> tuple[ConvertRecipe, ResourceSpec]:
+    """Sort the arguments of `convert` into its records; raises RecipeError."""
+    options = dict(settings)
+    resources = parse(ResourceSpec, take_fields(options, ResourceSpec), "convert")
+    values = take_fields(options, ConvertRecipe, ("format", "revision", "adapters", "seed"))
+    if "adapters" in values:
+        values["adapters"] = tuple(map(str, values["adapters"]))
+    values |= {"model": str(model), "method": method, "bits": None if bits is None else str(bits), "options": options}
+    values["calibration"] = parse(CalibrationSpec, calibration or {}, "calibration")
+    return parse(ConvertRecipe, values, "convert"), resources
 
 
-def run(
-    job: Job | CheckedJob,
-    out: str | Path | None = None,
-    *,
-    force: bool = False,
-    max_memory: int | None = None,
-    progress: Progress | None = None,
-) -> Artifact:
-    """Carry out a prepared job, which is checked first where it is not yet; see `convert`."""
-    progress = progress or Progress()
-    checked = job.job if isinstance(job, CheckedJob) else job
-    out = place_of(default_out(checked.recipe) if out is None else out)
-    refuse_existing(out, force)
-    refuse_own_source(checked, out)
-    if checked is job:
-        checked = check(job, out, max_memory).job
-        if checked.calibration is not None:
-            progress.say(f"device: {described(checked.device)}")
-    values = fingerprint(checked)
-    with staged(out, force, values, progress.say) as folder:
+def run(ready: ReadyJob, progress: Progress | None = None) -> Artifact:
+    """Run a checked job; see `convert`."""
+    progress, job = progress or Progress(), ready.job
+    if job.calibration is not None:
+        progress.say(f"device: {described(job.device)}")
+    values = fingerprint(job)
+    with staged(ready.out, ready.force, values, progress.say) as folder:
         unfinished = not (folder / MANIFEST).is_file()
         from_leader((values, unfinished))
         if unfinished:
-            _make(checked, folder, progress)
-    return open_artifact(out)
+            _make(job, folder, progress)
+    return open_artifact(ready.out)
 
 
-def follow(job: Job, out: str | Path | None = None, *, max_memory: int | None = None) -> None:
+def follow(ready: ReadyJob) -> None:
     """Do another rank's share of what the leader's `run` does; what it needs beside memory is there only meanwhile.
 
     Raises RecipeError where it is not the same conversion, RankError where the leader ends.
     """
-    out = place_of(default_out(job.recipe) if out is None else out)
-    checked = check(job, out, max_memory).job
-    own: dict[str, Any] = fingerprint(checked)
+    own: dict[str, Any] = fingerprint(ready.job)
     leaders, unfinished = from_leader((own, False))
     differing = [key for key in {**own, **leaders} if own.get(key) != leaders.get(key) and key not in OF_A_RANK]
     if differing:
@@ -121,18 +109,37 @@ def follow(job: Job, out: str | Path | None = None, *, max_memory: int | None = 
             "Start all with the same command, code and files."
         )
     if unfinished:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(out.absolute().parent) as folder:
+        parent = ready.out.absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(parent) as folder:
             ours = Run(folder)
-            checked.method.write(checked.settled(ours), ours)
+            ready.job.method.write(ready.job.settled(ours), ours)
 
 
-def refuse_own_source(job: Job, out: Path) -> None:
-    """Raise OutputError where the artifact would lie in its source's folder, or take its place."""
-    folder = job.source.folder
-    # A GGUF file lies among others; a checkpoint is all that its folder holds.
-    is_checkpoint = "config.json" in job.source.hashed_files
-    refuse_overlap(out, folder if is_checkpoint else folder / job.source.weight_files[0])
+def import_gguf(
+    path: Path,
+    out: Path,
+    *,
+    dtype: str = "float16",
+    tokenizer: Path | None = None,
+    config: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the model in the GGUF file `path` (of a split one the first file) as a checkpoint folder; return `out`.
+
+    float32 holds the file's values exactly, float16 rounds them. `tokenizer` is a folder with the tokenizer to take
+    instead of the file's, `config` a config.json. Raises ArtifactError for a file that cannot be read, UnsupportedError
+    where the configuration means something else than the file says, where its tokenizer comes out otherwise than
+    llama.cpp's, or for values beyond `dtype`.
+    """
+    from quantkit.formats.gguf.checkpoint import GgufCheckpoint
+
+    if dtype not in DTYPES:
+        raise RecipeError(f"unknown dtype {dtype!r}. Known: {', '.join(DTYPES)}.")
+    refuse_existing(place_of(out), force)
+    recipe = parse(ConvertRecipe, {"model": str(path), "method": "float", "bits": dtype}, "import")
+    return run(check(prepare(recipe, GgufCheckpoint(path, tokenizer, config)), out, force), progress).folder
 
 
 def _make(job: Job, folder: Path, progress: Progress) -> None:

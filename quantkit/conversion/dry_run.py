@@ -10,10 +10,8 @@ from pathlib import Path
 
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
-from quantkit.conversion.check import check
-from quantkit.conversion.convert import default_out, refuse_own_source
+from quantkit.conversion.check import ReadyJob
 from quantkit.conversion.forecast import Forecast
-from quantkit.conversion.staging import place_of, refuse_existing
 from quantkit.progress import Progress, Step
 from quantkit.system.temporary import temporary_folder
 
@@ -44,14 +42,10 @@ class DryRun:
         }
 
 
-def dry_run(job: Job, out: str | Path | None = None, *, force: bool = False, max_memory: int | None = None) -> DryRun:
-    """Check a prepared job and forecast it; the first units are really worked on, in a temporary folder."""
-    out = place_of(default_out(job.recipe) if out is None else out)
-    refuse_existing(out, force)
-    refuse_own_source(job, out)
-    checked = check(job, out, max_memory)
-    before, work = _measure(checked.job)
-    return DryRun(checked.forecast, checked.disk_bytes, out, job.device, before, work)
+def dry_run(ready: ReadyJob) -> DryRun:
+    """Forecast a checked job; its first units are really worked on, in a temporary folder."""
+    before, work = _measure(ready.job)
+    return DryRun(ready.forecast, ready.disk_bytes, ready.out, ready.job.device, before, work)
 
 
 class _StopTrial(Exception):  # noqa: N818 - a signal, not an error

@@ -152,15 +152,15 @@ def _with_larger_batches(job: Job, shapes: Shapes, free: int) -> tuple[Job, Fore
     return job, predicted
 
 
-def fit_memory(job: Job, limit: int | None = None) -> tuple[Job, Forecast | None]:
-    """Forecast a checked job within `limit` bytes (default: what is available); offload activations where that helps.
+def fit_memory(job: Job) -> tuple[Job, Forecast | None]:
+    """Forecast a checked job within `job.max_memory` (None: what is free); offload activations where that helps.
 
     Returns the job with the activations that it may keep in memory, and its forecast, None where its method gives none.
     Raises ResourceError with the figures where it does not fit even so.
     """
     if job.method.peak_memory is None or not job.method.needs_torch(job.options):
         return job, None
-    shapes = shapes_of(job)
+    shapes, limit = shapes_of(job), job.max_memory
     predicted = forecast(job, shapes)
     limit_bytes = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
     free = sys.maxsize

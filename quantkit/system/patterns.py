@@ -1,6 +1,7 @@
 """Regular expressions out of somebody else's file: matched in a process of their own, which is ended in time.
 
-An expression of twenty characters can keep Python's `re` busy for years, and nothing in the process can stop it.
+An expression of twenty characters can keep Python's `re` busy for years, and nothing in the process can stop it. The
+package `regex` has a timeout, but it took 19 s with one of 2 s, and nested repetitions fill the memory as it compiles.
 """
 
 from __future__ import annotations

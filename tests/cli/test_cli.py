@@ -36,13 +36,17 @@ def test_help_lists_the_commands_and_each_has_a_json_option():
         assert "Write the result as JSON to this file" in own
 
 
-def test_help_of_convert_shows_the_options_of_every_method():
-    text = done("convert", "--help")
-    for method in methods().values():
-        assert f"{method.name}: bits {', '.join(method.bits)} (default {method.default_bits})" in text
-        for name, field in method.Options.model_fields.items():
-            default = field.get_default(call_default_factory=True)
-            assert f"--{name.replace('_', '-')} ({default}): {field.description}" in text
+def test_help_of_convert_shows_the_options_of_the_method_that_is_named_and_of_no_other():
+    flags = {m.name: {f"--{name.replace('_', '-')}" for name in m.Options.model_fields} for m in methods().values()}
+    plain = done("convert", "--help")
+    assert "--method METHOD --help" in plain
+    for name, own in flags.items():
+        text = done("convert", "--method", name, "--help")
+        assert (f"Options of {name} " in text) == bool(own)
+        shown = {flag for flag in set.union(*flags.values()) if re.search(rf"{flag}[ ,]", text)}
+        assert shown == own
+        assert not any(re.search(rf"{flag}[ ,]", plain) for flag in own)
+    assert "largest of 128, 64, 32 that divides. Default: auto." in done("convert", "--method", "gptq", "--help")
 
 
 def test_methods(tmp_path):

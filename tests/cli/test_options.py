@@ -8,8 +8,8 @@ from pydantic import Field
 from tiny_models import fails, quantkit
 from typer.testing import CliRunner
 
-from quantkit.cli.app import app
-from quantkit.cli.convert import OPTIONS
+from quantkit.cli.app import make_app
+from quantkit.cli.convert import method_options
 from quantkit.cli.options import Command, Fields, Values, with_options, writable
 from quantkit.contracts.registry import find_method
 from quantkit.errors import OutputError
@@ -59,26 +59,29 @@ def test_fields_become_options_with_their_defaults_and_types():
         assert part in text
 
 
-def context_of(*words):
-    command = typer.main.get_command(app).commands["convert"]
-    return command.make_context("convert", list(words))
+def options_in(*words):
+    """What `convert` reads of these words of the command line: the method's options, and the rest."""
+    command = typer.main.get_command(make_app(["convert", *words])).commands["convert"]
+    params = command.make_context("convert", list(words)).params
+    given = method_options(words).take(params)
+    return given, params
 
 
 def test_click_reads_the_options_of_the_method_and_of_no_other():
     # Wherever they stand, beside the command's own.
     words = "--group-size -1 --no-sym"
-    for line in (f"demo --method gptq {words} --seed 3", f"{words} demo --seed 3 --method gptq"):
-        context = context_of(*line.split())
-        assert context.meta[OPTIONS] == {"group_size": -1, "sym": False}
-        assert (context.params["model"], context.params["seed"]) == ("demo", 3)
+    for line in (f"demo --method gptq {words} --seed 3", f"{words} demo --seed 3 --method=gptq"):
+        given, params = options_in(*line.split())
+        assert given == {"group_size": -1, "sym": False}
+        assert (params["model"], params["seed"]) == ("demo", 3)
     # Sizes and tables are values, too.
     words = "--target-size 90MB --tensor-type a=Q6_K,b=Q5_K"
-    context = context_of("demo", "--method", "gguf", *words.split())
-    assert context.meta[OPTIONS] == {"target_size": "90MB", "tensor_type": "a=Q6_K,b=Q5_K"}
-    find_method("gguf").parse_options(context.meta[OPTIONS])
+    given, _ = options_in("demo", "--method", "gguf", *words.split())
+    assert given == {"target_size": "90MB", "tensor_type": "a=Q6_K,b=Q5_K"}
+    find_method("gguf").parse_options(given)
     ended = quantkit("convert", "demo", "--method", "nf4", "--group-size", "64")
     assert ended.code == 2
-    assert "no such option --group-size. The method's options: --double-quant, --compute-dtype" in ended.err
+    assert "no such option --group-size. Options of nf4: --double-quant, --compute-dtype" in ended.err
 
 
 @pytest.mark.parametrize(

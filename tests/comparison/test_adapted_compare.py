@@ -6,14 +6,14 @@ import torch
 from edits import edit_json
 from safetensors.torch import load_file, save_file
 from tiny_adapters import low_rank, save_adapter
-from tiny_models import CALIBRATION, EVALUATION, quantkit, succeeds
+from tiny_models import CALIBRATION, EVALUATION, prepare_job, quantkit, succeeds
 from transformers import AutoModelForCausalLM
 
 from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.checkpoints.adapter import WEIGHTS
 from quantkit.checkpoints.adapter_config import CONFIG
 from quantkit.comparison.compare import compare
-from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.check import check
 from quantkit.conversion.manifest import fingerprint
 from quantkit.data.texts import load_text
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError

@@ -35,9 +35,9 @@ def test_the_file_name_is_the_name(registered):
 def test_bits_are_found_in_any_case_and_options_are_strict_described_and_no_flags_of_the_command(method):
     from typer.main import get_command
 
-    from quantkit.cli.app import app
+    from quantkit.cli.app import make_app
 
-    taken = {flag for p in get_command(app).commands["convert"].params for flag in p.opts}
+    taken = {flag for p in get_command(make_app()).commands["convert"].params for flag in p.opts}
     assert method.default_bits in method.bits
     assert method.parse_bits(None) == method.default_bits
     for bits in method.bits:

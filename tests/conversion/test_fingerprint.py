@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import CALIBRATION, SAMPLE
+from tiny_models import CALIBRATION, SAMPLE, prepare_job
 
 from quantkit.contracts.registry import find_format
 from quantkit.conversion import manifest
-from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.check import check
 from quantkit.conversion.manifest import PACKAGE, code_digest, fingerprint
 from quantkit.formats.source import open_source
 

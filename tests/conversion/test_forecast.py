@@ -14,13 +14,13 @@ import pytest
 from gguf_files import slow_but
 from killed import forked
 from tiny_architectures import save_architecture
-from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
+from tiny_models import CALIBRATION, CALIBRATION_FLAGS, prepare_job, quantkit
 
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.contracts.run import Findings
-from quantkit.conversion import convert as conversion
+from quantkit.conversion import check as checking
 from quantkit.conversion import dry_run as trial
-from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.check import check
 from quantkit.conversion.convert import convert, run
 from quantkit.conversion.dry_run import dry_run
 from quantkit.conversion.forecast import fit_memory, forecast, shapes_of
@@ -33,8 +33,8 @@ from quantkit.system.files import sha256_of
 from quantkit.system.memory import peak_rss_bytes
 
 M = 1_000_000
-# Bytes that a measured peak may be above its forecast, and that a forecast may be above 1.25 times what was measured:
-# libraries that are in memory already when the measurement begins, and freed memory that has gone back.
+# A forecast may miss a measured peak by a quarter of what the work took, and by these bytes: libraries that are in
+# memory already when the measurement begins, and freed memory that has gone back, or not yet.
 ABOVE, BELOW = 40 * M, 80 * M
 
 SMALL = {  # activations, Hessians and the embedding count
@@ -61,7 +61,7 @@ def measure(warm, model, out, method, calibration, options):
     checked = check(prepare_job(model, method, calibration=calibration, **options), Path(out))
     before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is from now on
-    run(checked, out)
+    run(checked)
     print("measured", before, checked.forecast.memory, peak_rss_bytes(), file=sys.stderr)
 
 
@@ -90,7 +90,8 @@ def test_the_peak_is_as_forecast(method, sizes, options, tiny_with, tmp_path):
     told = forked(action, tmp_path / "log").wait(0)
     before, predicted, peak = map(int, told.rpartition("measured")[2].split())
     print(f"\nforecast {predicted / M:.0f} MB, measured {peak / M:.0f} MB, {before / M:.0f} MB before")
-    assert peak - ABOVE <= predicted <= before + 1.25 * (peak - before) + BELOW
+    taken = peak - before
+    assert before + 0.75 * taken - ABOVE <= predicted <= before + 1.25 * taken + BELOW
 
 
 def test_the_proof_of_ctranslate2_counts(one_block, tmp_path):
@@ -98,17 +99,17 @@ def test_the_proof_of_ctranslate2_counts(one_block, tmp_path):
 
 
 def test_a_plain_gguf_has_no_forecast_of_memory_and_a_calibrated_one_is_refused(tiny, tmp_path):
-    assert check(prepare_job(str(tiny), "gguf"), tmp_path / "out", 10 * M).forecast is None
-    job = prepare_job(str(tiny), "gguf", imatrix=True, calibration=CALIBRATION)
+    assert check(prepare_job(str(tiny), "gguf", max_memory_gb=0.01), tmp_path / "out").forecast is None
+    job = prepare_job(str(tiny), "gguf", imatrix=True, calibration=CALIBRATION, max_memory_gb=0.01)
     with pytest.raises(ResourceError, match=r"gguf-Q4_K_M .*of tiny would need .* of memory .*the limit is 0\.01 GB"):
-        check(job, tmp_path / "out", 10 * M)
+        check(job, tmp_path / "out")
 
 
 def test_more_sequences_need_more_and_a_limit_makes_them_offload(tiny_with):
     def fitted(sequences, limit=None):
         calibration = {**CALIBRATION, "sequences": sequences, "length": 128}
         job = prepare_job(str(tiny_with(**SMALL)), "gptq", calibration=calibration, offload_gb=2.0)
-        job, predicted = fit_memory(job.changed(checked=job.method.check(job)), limit)
+        job, predicted = fit_memory(job.changed(checked=job.method.check(job), max_memory=limit))
         assert predicted is not None
         return job, predicted
 
@@ -144,7 +145,7 @@ def test_a_checkpoint_is_on_the_disk_twice_at_the_end(method, tiny, tmp_path, mo
 
     monkeypatch.setattr(CheckpointWriter, "_write_shard", noted)
     job = prepare_job(str(tiny), method)
-    run(job, tmp_path / method)
+    run(check(job, tmp_path / method))
     [(peak, weights)] = sizes
     assert 1.9 * weights < peak <= check(job, tmp_path / "out").disk_bytes
 
@@ -163,18 +164,17 @@ def test_a_checkpoint_is_on_the_disk_twice_at_the_end(method, tiny, tmp_path, mo
 )
 def test_disk_is_what_the_weights_take_as_often_as_they_are_there(method, bits, options, copies, tiny_with, tmp_path):
     job = prepare_job(str(tiny_with(**SMALL)), method, bits, **options)
-    weights = run(job, tmp_path / "made").manifest.weight_bytes
+    weights = run(check(job, tmp_path / "made")).manifest.weight_bytes
     disk = check(job, tmp_path / "out").disk_bytes
     others = 100 * M if copies == 2 else 0  # files that may come alongside weights
     assert 0.98 * copies * weights <= disk - others <= copies * (1.05 * weights + M)
 
 
 def test_activations_of_a_calibrated_gguf_take_disk_as_they_grow(one_block, tmp_path):
+    calibrations = ({**CALIBRATION, "sequences": number} for number in (2, 8))
     few, many = (
-        check(
-            prepare_job(str(one_block), "gguf", rounding="gptq", calibration={**CALIBRATION, "sequences": n}), tmp_path
-        )
-        for n in (2, 8)
+        check(prepare_job(str(one_block), "gguf", calibration=calibration, rounding="gptq"), tmp_path / "out")
+        for calibration in calibrations
     )
     tokens, hidden = 6 * CALIBRATION["length"], 128
     assert many.disk_bytes - few.disk_bytes >= 2 * tokens * hidden * 2  # of two streams, in bfloat16
@@ -197,12 +197,11 @@ def test_a_disk_with_one_byte_too_few_is_refused(tmp_path, monkeypatch):
 def test_a_gb_is_ten_to_the_ninth_wherever_it_is_asked_for(tiny, monkeypatch):
     seen = []
 
-    def noted(job, _out, limit=None):
-        seen.append((limit, job.offload_bytes))
+    def noted(job):
+        seen.append((job.max_memory, job.offload_bytes))
         raise OutputError("enough")
 
-    for module in (conversion, trial):
-        monkeypatch.setattr(module, "check", noted)
+    monkeypatch.setattr(checking, "fit_memory", noted)
     with pytest.raises(OutputError):
         convert(str(tiny), "gptq", max_memory_gb=2.5, offload_gb=1.5)
     for flags in ((), ("--dry-run",)):
@@ -249,7 +248,7 @@ def test_the_time_is_that_of_the_first_units_times_their_share(tiny, tmp_path, m
 
     monkeypatch.setattr(trial, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
     job = prepare_job(str(tiny), "rtn")
-    found = dry_run(job.changed(method=dataclasses.replace(job.method, write=write)), tmp_path / "out")
+    found = dry_run(check(job.changed(method=dataclasses.replace(job.method, write=write)), tmp_path / "out"))
     assert (found.before_seconds, found.work_seconds) == (15.0, pytest.approx(600.0))
     assert len(clock) == 1 + 1 + 10
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from edits import edit_json, edit_tensors, put, rehash
-from tiny_models import CALIBRATION
+from tiny_models import CALIBRATION, prepare_job
 
 from quantkit import convert, open_artifact, verify
 from quantkit.artifact import MANIFEST
 from quantkit.conversion.agreement import refuse_untrue
-from quantkit.conversion.check import prepare_job
 from quantkit.conversion.prove import check_values, read_all
 from quantkit.errors import ArtifactError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model

@@ -2,10 +2,10 @@
 
 import torch
 from tiny_adapters import low_rank, save_adapter
-from tiny_models import changed_copy
+from tiny_models import changed_copy, prepare_job
 
 from quantkit import convert
-from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.check import check
 from quantkit.formats._changed.adapted import AdaptedSource
 from quantkit.formats._changed.changed import ChangedSource
 from quantkit.formats.float.checkpoint import Checkpoint

@@ -21,8 +21,7 @@ from tiny_more import MORE, settings_of
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from quantkit.conversion.convert import convert
-from quantkit.conversion.import_gguf import import_gguf
+from quantkit.conversion.convert import convert, import_gguf
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.known import KNOWN

@@ -11,7 +11,7 @@ import pytest
 from gguf_files import finished, job_for, save_model, tensors_of, written
 from tiny_models import quantkit
 
-from quantkit.conversion.import_gguf import import_gguf
+from quantkit.conversion.convert import import_gguf
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError, UnsupportedError
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.gguf.header import read_header

@@ -12,7 +12,7 @@ from tiny_models import changed_copy
 from transformers import Gemma3nTextConfig, Gemma4TextConfig
 
 from quantkit import convert, verify
-from quantkit.conversion.import_gguf import import_gguf
+from quantkit.conversion.convert import import_gguf
 from quantkit.errors import ArtifactError, QuantkitError
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.gguf.agreement import refuse_tensors

@@ -11,7 +11,7 @@ from tiny_models import succeeds
 from transformers import AutoTokenizer
 
 from quantkit import convert, verify
-from quantkit.conversion.import_gguf import import_gguf
+from quantkit.conversion.convert import import_gguf
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.source import open_source
 

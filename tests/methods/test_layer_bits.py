@@ -11,14 +11,14 @@ from edits import edit_json, put
 from engine_logits import far_apart, logits_by
 from quantized_folders import decompressed
 from tiny_llama import LINEARS, SHAPES
-from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
+from tiny_models import CALIBRATION, CALIBRATION_FLAGS, prepare_job, quantkit
 from trials import dense_values, read_all, read_back
 
 from quantkit import convert, open_artifact, verify
 from quantkit.calibration import sensitivity
 from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.registry import find_format
-from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.check import check
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.engine_choice import choose as choose_engine
 from quantkit.formats._quantization_config import quantization_of

@@ -3,10 +3,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from pretended_device import REAL, _Module, pretended_device
-from tiny_models import CALIBRATION, EVALUATION
+from tiny_models import CALIBRATION, EVALUATION, prepare_job
 
 from quantkit import convert
-from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.check import check
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.evaluation.engine_choice import choose
