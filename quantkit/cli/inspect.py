@@ -120,7 +120,7 @@ def methods(*, json: JsonOption = None) -> None:
     out.print(grid)
     loading = Table("format", "bits", "loaded by")
     for stored, kinds, programs in what_loads():
-        names = (f"{name} ({by.remark})" if by.remark else name for name, by in programs.items() if not by.refusal)
+        names = (f"{name} ({remark})" if remark else name for name, (why, remark) in programs.items() if not why)
         loading.add_row(stored, kinds, ", ".join(names))
     out.print(loading)
     say("In brackets: the oldest version tried. Why not, and what else: docs/engines.md")

@@ -75,11 +75,7 @@ class Answer:
 
 
 class _Failure(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a request with a kind of failure that no exception of the client stands for."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+    """Ends a request: a kind of failure that no exception of the client stands for, and an example."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +128,15 @@ class Endpoint:
             trust_env=False,
         )
 
-    def body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
-        """The request: greedy, streamed, with the server's own count of tokens at the end."""
-        text = {"prompt": prompt} if self.api == "completions" else {"messages": [{"role": "user", "content": prompt}]}
-        stream = {"stream": True, "stream_options": {"include_usage": True}}
-        return {"model": self.model, **text, "max_tokens": max_tokens, "temperature": 0, **stream}
-
 
 async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec: LoadTestSpec, answer: Answer) -> None:
     """Send one request and write what comes of it into `answer` while it comes. Cancelled, it leaves it unfinished."""
     loop = asyncio.get_running_loop()
-    url, body = endpoint.url.rstrip("/") + APIS[endpoint.api], endpoint.body(prompt, spec.max_tokens)
+    url = endpoint.url.rstrip("/") + APIS[endpoint.api]
+    text = {"messages": [{"role": "user", "content": prompt}]} if endpoint.api == "chat" else {"prompt": prompt}
+    # Greedy, with the server's own count of tokens at the end.
+    settings = {"max_tokens": spec.max_tokens, "temperature": 0, "stream": True}
+    body = {"model": endpoint.model, **text, **settings, "stream_options": {"include_usage": True}}
     pause, whole = asyncio.timeout(spec.ttft_timeout), asyncio.timeout(spec.timeout)
     try:
         async with whole, pause, client.stream("POST", url, json=body) as response:
@@ -161,7 +155,8 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
         # The inner limit turns into the error that the outer one sees; only one of them has expired.
         answer.kind = "timeout" if whole.expired() else "stalled" if answer.stamps else "first token timeout"
     except _Failure as failure:
-        answer.kind, answer.message = failure.kind, endpoint.without_secrets(str(failure))
+        answer.kind, message = failure.args
+        answer.message = endpoint.without_secrets(message)
     except (httpx2.RequestError, httpx2.StreamError, UnicodeDecodeError) as error:
         answer.kind = next(kind for exception, kind in KIND_OF.items() if isinstance(error, exception))
         answer.message = endpoint.without_secrets(str(error) or type(error).__name__)

@@ -12,7 +12,6 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -89,14 +88,22 @@ class _Load:
 
     async def report(self) -> LoadReport:
         async with self.client:
-            hopeless = await self._warm_up()
+            hopeless = False
+            for _ in range(self.spec.warm_up):  # before the clock starts
+                answer = Answer(due=time.perf_counter())
+                await send(self.client, self.endpoint, WARM_UP, self.spec, answer)
+                if hopeless := answer.kind in HOPELESS:
+                    self.answers.append(answer)
+                    break
             self.begin = time.perf_counter()
-            if hopeless is None:
+            if not hopeless:
                 await self._send()
-            else:
-                self.answers.append(hopeless)
         seconds = min(max(time.perf_counter() - self.begin, 1e-9), self.spec.duration)
-        examples = {answer.kind: answer.message for answer in reversed(self.answers) if answer.message}
+        notes = []
+        if any(a.kind == OK and a.new_tokens is None for a in self.answers):
+            notes.append("the server does not tell its count of tokens: each piece of text was taken for one")
+        if self.waited:
+            notes.append(f"{self.waited} requests found {self.limit} others open and waited; their wait counts")
         return LoadReport(
             endpoint=self.endpoint.shown,
             model=self.endpoint.model,
@@ -105,25 +112,10 @@ class _Load:
             client=this_machine(),
             seconds=seconds,
             counts=dict(Counter(answer.kind for answer in self.answers).most_common()),
-            examples=examples,
-            notes=tuple(self._notes()),
+            examples={answer.kind: answer.message for answer in reversed(self.answers) if answer.message},
+            notes=tuple(notes),
             measurements=tuple(measured(self.answers, seconds, self.max_in_flight, self.spec.price_per_hour)),
         )
-
-    def _notes(self) -> Iterator[str]:
-        if any(a.kind == OK and a.new_tokens is None for a in self.answers):
-            yield "the server does not tell its count of tokens: each piece of text was taken for one"
-        if self.waited:
-            yield f"{self.waited} requests found {self.limit} others open and waited; their wait counts"
-
-    async def _warm_up(self) -> Answer | None:
-        """Send what comes before the clock starts; the answer of one that shows that more is hopeless."""
-        for _ in range(self.spec.warm_up):
-            answer = Answer(due=time.perf_counter())
-            await send(self.client, self.endpoint, WARM_UP, self.spec, answer)
-            if answer.kind in HOPELESS:
-                return answer
-        return None
 
     async def _send(self) -> None:
         """Send until the time is over or the number of requests is reached; what is open then is cut off."""

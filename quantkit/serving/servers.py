@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from quantkit.contracts.format import Format
 from quantkit.contracts.model import Model
@@ -171,29 +171,22 @@ def refusal(loader: str, stored: Format, quantization: Mapping[str, Any]) -> str
     return f"{loader} loads {' and '.join(name for name, other in formats().items() if loader in other.servers)} only"
 
 
-class Loaded(NamedTuple):
-    """Whether a program loads one kind of a format: why not, else the oldest version tried or where alone it does so.
-
-    Both are empty where it should, and nobody has tried it here.
-    """
-
-    refusal: str
-    remark: str
-
-
 def loaders() -> tuple[str, ...]:
     """What `what_loads` tells of: the engines, our own reader first, and exllama, which has only a server here."""
     return (*sorted(engines(), key=lambda name: name != "reference"), "exllama")
 
 
-def what_loads() -> Iterator[tuple[str, str, dict[str, Loaded]]]:
-    """Every format, its kinds that all programs treat alike, and how each program loads these."""
+def what_loads() -> Iterator[tuple[str, str, dict[str, tuple[str, str]]]]:
+    """Every format, its kinds that all programs treat alike, and for each program why it does not load them.
+
+    Else a remark: the oldest version tried, or where alone it does. Both are empty where nobody has tried it here.
+    """
     for stored in formats().values():
-        alike: dict[tuple[str, tuple[Loaded, ...]], list[str]] = {}
+        alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
         for kind in stored.kinds:
             remarks = {**stored.since, **{name: f"{where} only" for name, where in kind.only.items()}}
             reasons = {name: refusal(name, stored, kind.quantization) for name in loaders()}
-            loaded = tuple(Loaded(why or "", "" if why else remarks.get(name, "")) for name, why in reasons.items())
+            loaded = tuple((why or "", "" if why else remarks.get(name, "")) for name, why in reasons.items())
             alike.setdefault((kind.words, loaded), []).append(kind.bits)
         for (words, loaded), bits in alike.items():
             yield (
