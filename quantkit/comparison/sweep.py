@@ -46,8 +46,8 @@ def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = Non
     Raises OutputError, RecipeError and DependencyError before any work for what no task could do.
     """
     progress, out = progress or Progress(), path_of(recipe.out or OUT, OutputError)
-    tasks = {task.name: task for task in plan(recipe, out)}
     try:
+        tasks = {task.name: task for task in plan(recipe, out)}
         _scan(tasks, load_text(recipe.evaluation.text, "evaluation"), executor.most_memory)
         with progress.step("tasks", len(tasks)) as advance:
             advance(sum(task.state != "waiting" for task in tasks.values()))
@@ -70,13 +70,13 @@ def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
                 limit = None if most_memory is None else most_memory / 1e9
                 models[task.model] = Comparison(task.recipe, task.of_quality, limit)
                 models[task.model].text = text
-            done = _is_done(task, models[task.model], variants)
+            task.state = "done" if _is_done(task, models[task.model], variants) else "waiting"
         except (RecipeError, DependencyError):
             raise
         except QuantkitError as error:
-            task.update(state="failed", reason=f"{type(error).__name__}: {error}")
-        else:
-            task.update(**(task.former() if done else {}), state="done" if done else "waiting")
+            task.state, task.reason = "failed", f"{type(error).__name__}: {error}"
+    for task in tasks.values():
+        task.update(**(task.former() if task.state == "done" else {}))
 
 
 def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[ReadyJob, Artifact | None]]) -> bool:
@@ -122,11 +122,14 @@ class _Work:
     def begin(self) -> bool:
         """Start what can be started now, fail what cannot be done any more; whether a task runs."""
         for task in [task for task in self.tasks.values() if task.state == "waiting" and task.name not in self.running]:
-            before = {name: self.tasks[name].state for name in task.after}
-            reason = next((f"not tried: {name} failed" for name, state in before.items() if state == "failed"), None)
-            if reason is None and not (set(before.values()) <= {"done"} and self.executor.has_room(task)):
+            before = [self.tasks[name] for name in task.after]
+            if failed := next((one.name for one in before if one.state == "failed"), None):
+                reason: str | None = f"not tried: {failed} failed"
+            elif all(one.state == "done" for one in before) and self.executor.has_room(task):
+                reason = self.executor.refuse(task)
+            else:
                 continue
-            if reason := reason or self.executor.refuse(task):
+            if reason is not None:
                 task.update(state="failed", reason=reason)
                 self.advance()
                 continue

@@ -97,23 +97,26 @@ class Task(Strict, frozen=False):
         if self.state == "waiting":
             return f"{self.name}: waiting"
         if self.state == "done":
-            return f"{self.name}: done in {self.seconds:.0f} s, {self.peak_bytes / 1e9:.2f} GB, on {self.host}"
+            cost = f"in {self.seconds:.0f} s, {self.peak_bytes / 1e9:.2f} GB, on {self.host}" if self.host else "before"
+            return f"{self.name}: done {cost}"
         if self.state == "failed":
             return f"{self.name}: failed: {self.why}"
         return f"{self.name}: {self._life()} (process {self.pid} on {self.host}, log: {self.log})"
 
     def _life(self) -> str:
         """Whether its process lives: known of those of this machine, else by the last sign of life."""
-        with suppress(psutil.NoSuchProcess):
+        try:
             process = psutil.Process(self.pid) if self.host == platform.node() else None
             # A later process may have got the number.
             gone = process and (process.status() == psutil.STATUS_ZOMBIE or process.create_time() > self.began + 1)
-            if not gone:
-                silence = time.time() - (self.folder / "task.json").stat().st_mtime
-                if silence < SILENCE_S:
-                    return f"running for {time.time() - self.began:.0f} s"
-                return f"unknown: no sign of life for {silence:.0f} s"
-        return "ended without a word"
+        except psutil.NoSuchProcess:
+            gone = True
+        silence = time.time() - (self.folder / "task.json").stat().st_mtime
+        if gone:
+            return "ended without a word"
+        if silence < SILENCE_S:
+            return f"running for {time.time() - self.began:.0f} s"
+        return f"unknown: no sign of life for {silence:.0f} s"
 
     def former(self) -> dict[str, Any]:
         """How the task was done, if its folder holds one that was done."""
