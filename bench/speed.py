@@ -28,8 +28,9 @@ from quantkit.recipe import LoadTestSpec
 from quantkit.report.records import Report, read_report
 from quantkit.report.table import Table
 from quantkit.serving.client import Endpoint
-from quantkit.serving.launch import plan, serving
+from quantkit.serving.launch import serving
 from quantkit.serving.load_test import LoadReport, load
+from quantkit.serving.servers import plan
 
 SOURCE = "demo"
 ARTIFACTS = ("gptq 4", "awq 4", "nf4", "ctranslate2 int8", "Q4_K_M")
@@ -153,7 +154,7 @@ def _served(
         port = free.getsockname()[1]
     launch = plan(model, engine, port=port, n_ctx=2048, threads=threads, python=python, name="served")
     with serving(launch):
-        report = load(Endpoint(launch.address.url, "served"), LoadTestSpec(concurrency=concurrency, duration=seconds))
+        report = load(Endpoint(launch.url, "served"), LoadTestSpec(concurrency=concurrency, duration=seconds))
     ttft = report.find("ttft_ms")
     print(
         f"{engine} at concurrency {concurrency}: {_value(report, 'output_tokens_per_second'):.1f} tokens/s, "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantkit.serving import loaders
+from quantkit.serving.servers import loaders, what_loads
 
 PAGE = Path(__file__).parent / "engines.md"
 BEGIN, END = "<!-- made by `make api` -->\n", "<!-- end -->\n"
@@ -21,17 +21,18 @@ def page() -> str:
 
 
 def _lines() -> Iterator[str]:
-    names = loaders.names()
-    yield f"| format | bits | {' | '.join(names)} |"
-    yield "|---" * (2 + len(names)) + "|"
+    yield f"| format | bits | {' | '.join(loaders())} |"
+    yield "|---" * (2 + len(loaders())) + "|"
     reasons: dict[str, None] = {}
-    for row in loaders.table():
+    for stored, kinds, programs in what_loads():
         cells = []
-        for found in row.loaded.values():
-            if found.refusal:
-                reasons.setdefault(found.refusal)
-            cells.append(f"no [{list(reasons).index(found.refusal) + 1}]" if found.refusal else str(found))
-        yield f"| `{row.format}` | {row.kinds} | {' | '.join(cells)} |"
+        for refusal, remark in programs.values():
+            if refusal:
+                reasons.setdefault(refusal)
+                cells.append(f"no [{list(reasons).index(refusal) + 1}]")
+            else:
+                cells.append(f"yes ({remark})" if remark else "yes")
+        yield f"| `{stored}` | {kinds} | {' | '.join(cells)} |"
     yield ""
     yield "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))
 

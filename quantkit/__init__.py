@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact as Artifact
     from quantkit.artifact import open_artifact as open_artifact
+    from quantkit.comparison.compare import compare as compare
     from quantkit.conversion.convert import convert as convert
     from quantkit.conversion.verify import verify as verify
     from quantkit.errors import QuantkitError as QuantkitError
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from quantkit.recipe import load_recipe as load_recipe
     from quantkit.report.records import Report as Report
     from quantkit.report.table import Table as Table
-    from quantkit.sweep.compare import compare as compare
 
 __version__ = version("quantkit")
 _HOMES = {
@@ -26,7 +26,7 @@ _HOMES = {
     "QuantkitError": "errors",
     "Report": "report.records",
     "Table": "report.table",
-    "compare": "sweep.compare",
+    "compare": "comparison.compare",
     "convert": "conversion.convert",
     "evaluate": "evaluation.evaluate",
     "evaluate_tasks": "evaluation.tasks",

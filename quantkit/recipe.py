@@ -21,6 +21,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
     model_serializer,
+    model_validator,
 )
 
 from quantkit.errors import RecipeError, cut, near_miss, one_line
@@ -132,7 +133,10 @@ def _in_label(value: Any) -> str:
 
 
 class Variant(Strict):
-    """A method, its bits in the words of the method's users, its options, and the format to write."""
+    """A method, its bits in the words of the method's users, its options, and the format to write.
+
+    Also read from ``METHOD`` and ``METHOD:BITS``.
+    """
 
     method: Words = Field(
         description="name of the method: gptq, awq, nf4, ctranslate2, gguf, rtn or float; see `quantkit methods`"
@@ -142,6 +146,14 @@ class Variant(Strict):
     format: Words | None = Field(None, description="the format to write; default: the method's first")
 
     _bits = field_validator("bits", mode="before")(_bits_as_text)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        method, _, bits = value.partition(":")
+        return {"method": method, "bits": bits or None}
 
     @property
     def label(self) -> str:
@@ -233,6 +245,32 @@ class EvaluationSpec(Strict):
     price_per_hour: Positive | None = Field(
         None, description="price of an hour of the machine, in any currency; adds the cost of tokens"
     )
+
+
+def _server_reads(value: str) -> str:
+    if value.startswith("-") or not value.isprintable():
+        raise ValueError("it begins with a dash or cannot be printed; a server misreads it")
+    return value
+
+
+Argument = Annotated[Words, AfterValidator(_server_reads)]
+
+
+class ServeSpec(Strict):
+    """Which server is started, where it listens and what it may take."""
+
+    engine: Words | None = Field(
+        None,
+        description="llamacpp or vllm; to --print also llama-server, sglang, tgi, tabbyapi; default: what takes it",
+    )
+    host: Argument = Field("127.0.0.1", description="address to listen on; it has no password: keep it inside")
+    port: int = Field(8000, ge=1, le=65535, description="port to listen on")
+    n_ctx: int | None = Field(
+        None, ge=1, le=MOST_TOKENS, description="context in tokens; default: the model's, at most 4096"
+    )
+    threads: int | None = Field(None, ge=1, le=4096, description="threads to compute with; default: all cores")
+    python: Argument | None = Field(None, description="interpreter of the environment that has the engine")
+    name: Argument | None = Field(None, description="the model's name in the API; default: the source's")
 
 
 class LoadTestSpec(Strict):

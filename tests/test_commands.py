@@ -26,7 +26,7 @@ QUANTKIT = str(Path(sys.executable).parent / "quantkit")
 # Words of commands that are not run, and why.
 NOT_RUN = {
     "eval-tasks": "the harness fetches the tasks' questions from the hub; tests/evaluation/test_tasks.py runs its own",
-    "ray": "needs a cluster; tests/sweep/test_executors.py begins one",
+    "ray": "needs a cluster; tests/comparison/test_executors.py begins one",
     "cuda": "needs a GPU; bench/gpu.py is for that",
     "cuda:1": "needs two GPUs",
     "--create": "needs the hub; tests/publishing has a server of its own",

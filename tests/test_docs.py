@@ -20,8 +20,7 @@ from quantkit.cli.app import make_app
 from quantkit.cli.convert import method_options
 from quantkit.contracts.registry import engines, find_format_for, find_method, formats, methods, probes
 from quantkit.conversion.check import prepare
-from quantkit.recipe import CompareRecipe, ConvertRun, SweepRecipe, load_recipe
-from quantkit.sweep.compare import parse_variant
+from quantkit.recipe import CompareRecipe, ConvertRun, SweepRecipe, Variant, load_recipe
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "quantkit"
@@ -175,7 +174,7 @@ def test_commands_parse(here):
             method.parse_options(options)
             find_format_for(method, params["format"])
         if name == "compare" and params["methods"]:
-            for variant in map(parse_variant, params["methods"].split(",")):
+            for variant in map(Variant.model_validate, params["methods"].split(",")):
                 find_method(variant.method).parse_bits(variant.bits)
         if name == "run":
             assert (ROOT / params["recipe"]).is_file(), words

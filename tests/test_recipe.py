@@ -4,13 +4,13 @@ import pytest
 import yaml
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_FLAGS, quantkit
 
+from quantkit.comparison import compare as comparison
+from quantkit.comparison.compare import compare
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ConvertRun, EvaluationSpec, Variant, load_recipe, parse
 from quantkit.report.records import Measurement
-from quantkit.sweep import compare as comparison
-from quantkit.sweep.compare import compare, parse_variant
 
 
 def test_file_call_and_command_line_make_the_same_artifact(tiny, tmp_path):
@@ -61,17 +61,20 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(tiny, tmp_path, 
 
 def test_labels_name_method_bits_and_options_and_those_of_long_options_are_short_and_differ():
     options = {"sym": False, "group_size": 32}
-    assert parse_variant({"method": "gptq", "bits": 4, "options": options}).label == "gptq-4 group_size=32 sym=False"
+    assert (
+        Variant.model_validate({"method": "gptq", "bits": 4, "options": options}).label
+        == "gptq-4 group_size=32 sym=False"
+    )
     variant = {"method": "rtn", "options": {"sym": False}, "format": "awq"}
-    assert parse_variant(variant).label == "rtn sym=False format=awq"
+    assert Variant.model_validate(variant).label == "rtn sym=False format=awq"
     variant = {"method": "gptq", "options": {"layer_bits": {"a": 8, "b": 3}}}
-    assert parse_variant(variant).label == "gptq layer_bits=a=8,b=3"
-    assert parse_variant("ctranslate2:int8").label == "ctranslate2-int8"
+    assert Variant.model_validate(variant).label == "gptq layer_bits=a=8,b=3"
+    assert Variant.model_validate("ctranslate2:int8").label == "ctranslate2-int8"
     """As the recipe of a choice has them: each layer with its bits."""
     one = {f"model.layers.{n}.mlp.down_proj": 4 for n in range(80)}
     others = [{**one, "model.layers.79.mlp.down_proj": 8}, {name.replace("down", "up"): 4 for name in one}]
     variants = [{"method": "gptq", "bits": "auto", "options": {"layer_bits": bits}} for bits in (one, *others)]
-    labels = [parse_variant(variant).label for variant in variants]
+    labels = [Variant.model_validate(variant).label for variant in variants]
     assert max(map(len, labels)) < 100
     assert len(set(labels)) == 3
 

@@ -18,7 +18,7 @@ ROOMS = (
     *("models", "contracts"),
     *("formats", "calibration", "probes"),
     *("conversion", "engines", "evaluation"),
-    *("methods", "serving", "publishing", "sweep"),
+    *("methods", "serving", "publishing", "comparison"),
     *("cli", "__init__", "__main__"),
 )
 FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "

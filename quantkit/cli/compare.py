@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -27,6 +27,9 @@ from quantkit.cli.options import (
 from quantkit.errors import RecipeError, SweepError
 from quantkit.recipe import DEVICE, CompareRecipe, ConvertRecipe, EvaluationSpec, ResourceSpec, SweepRecipe, load_recipe
 
+if TYPE_CHECKING:
+    from quantkit.comparison.sweep import Outcome
+
 
 def compare(
     model: ModelArgument,
@@ -47,7 +50,7 @@ def compare(
 ) -> None:
     """Convert MODEL with every method, judge all by one ruler, print one table."""
     from quantkit.cli.progress import growing
-    from quantkit.sweep import compare as comparison
+    from quantkit.comparison import compare as comparison
 
     variants = methods.split(",") if methods else comparison.DEFAULT_VARIANTS
     with growing(transpose) as (progress, row):
@@ -67,7 +70,7 @@ def run(
     *,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: the recipe's.")] = None,
     executor: Annotated[
-        str, typer.Option(help="Of a sweep: local, or ray for the machines of a Ray cluster.")
+        Literal["local", "ray"], typer.Option(help="Of a sweep: local, or ray for the machines of a Ray cluster.")
     ] = "local",
     address: Annotated[str, typer.Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
@@ -80,9 +83,9 @@ def run(
     """Carry out a recipe file."""
     from quantkit.cli.progress import growing
     from quantkit.cli.progress import shown as steps
+    from quantkit.comparison import compare as comparison
     from quantkit.conversion.check import check, prepare
     from quantkit.conversion.convert import run as run_conversion
-    from quantkit.sweep import compare as comparison
 
     loaded = load_recipe(recipe)
     if folder is not None:
@@ -90,7 +93,12 @@ def run(
     if device is not None:
         loaded = loaded.model_copy(update={"device": device})
     if isinstance(loaded, SweepRecipe):
-        _sweep(loaded, (executor, address, processes), (transpose, notes), json)
+        outcome = _sweep(loaded, address if executor == "ray" else None, processes)
+        if outcome.sheet is not None:
+            save(json, outcome.sheet.to_json())
+            print_table(outcome.sheet, transpose, notes)
+        if failed := [f"{name}: {why}" for name, why in outcome.failed.items()]:
+            raise SweepError(f"{len(failed)} tasks failed: {'; '.join(failed)}")
         return
     if processes > 1 or executor != "local":
         raise RecipeError(f"--executor and --processes are for recipes with `models`; {recipe} has none")
@@ -108,47 +116,34 @@ def run(
     print_artifact(artifact)
 
 
-def _sweep(
-    recipe: SweepRecipe,
-    by: tuple[str, str, int],
-    shown_as: tuple[bool | None, bool],
-    json: Path | None,
-) -> None:
+def _sweep(recipe: SweepRecipe, ray: str | None, processes: int) -> Outcome:
+    """Sweep with so many processes of this machine, or on the Ray cluster at an address."""
     from quantkit.cli.progress import shown as steps
-    from quantkit.sweep.run import executor_of
-    from quantkit.sweep.run import run as run_sweep
+    from quantkit.comparison.executors import Local, OnRay
+    from quantkit.comparison.sweep import run as run_sweep
 
+    executor = Local(processes) if ray is None else OnRay(ray, max([1, *recipe.evaluation.threads]))
     with steps() as progress:
-        outcome = run_sweep(recipe, executor_of(*by, recipe), progress)
-    if outcome.sheet is not None:
-        save(json, outcome.sheet.to_json())
-        print_table(outcome.sheet, *shown_as)
-    if outcome.failed:
-        raise SweepError(
-            f"{len(outcome.failed)} tasks failed: {'; '.join(f'{k}: {v}' for k, v in outcome.failed.items())}"
-        )
+        return run_sweep(recipe, executor, progress)
 
 
-def sweep_task(
-    folder: Annotated[Path, typer.Argument(help="The sweep's folder.")],
-    name: Annotated[str, typer.Argument(help="The task's name.")],
-) -> None:
+def sweep_task(folder: Annotated[Path, typer.Argument(help="The task's folder.")]) -> None:
     """Do one task of a sweep."""
     from quantkit.cli.progress import shown as steps
-    from quantkit.sweep.work import carry_out
+    from quantkit.comparison.tasks import run_task
     from quantkit.system.threads import end_with_parent
 
     end_with_parent()
     with steps() as progress:
-        carry_out(folder, name, progress)
+        run_task(folder, progress)
 
 
 def status(folder: Annotated[Path, typer.Argument(help="The output folder of a sweep.")]) -> None:
     """Say how far the tasks of a sweep are, how long they took and what memory."""
-    from quantkit.sweep.tasks import lines_of
+    from quantkit.comparison.tasks import read_tasks
 
-    for line in lines_of(folder):
-        say(line)
+    for task in read_tasks(folder):
+        say(task.status())
 
 
 PlacesArgument = Annotated[
@@ -171,8 +166,8 @@ def table(
     json: JsonOption = None,
 ) -> None:
     """Put what was measured of several models and on several machines into one table."""
+    from quantkit.comparison.compare import draw_table, write_table
     from quantkit.report.table import joined, read_places
-    from quantkit.sweep.compare import draw_table, write_table
 
     sheet = joined(read_places(places))
     if folder is not None:

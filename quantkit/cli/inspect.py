@@ -101,7 +101,7 @@ def methods(*, json: JsonOption = None) -> None:
     import json as json_module
 
     from quantkit.contracts import registry
-    from quantkit.serving import loaders
+    from quantkit.serving.servers import what_loads
 
     grid = Table("method", "bits", "what it is", "formats", "source")
     values = {}
@@ -119,8 +119,9 @@ def methods(*, json: JsonOption = None) -> None:
     save(json, json_module.dumps(values, indent=2))
     out.print(grid)
     loading = Table("format", "bits", "loaded by")
-    for row in loaders.table():
-        loading.add_row(row.format, row.kinds, ", ".join(row.takers()))
+    for stored, kinds, programs in what_loads():
+        names = (f"{name} ({remark})" if remark else name for name, (why, remark) in programs.items() if not why)
+        loading.add_row(stored, kinds, ", ".join(names))
     out.print(loading)
     say("In brackets: the oldest version tried. Why not, and what else: docs/engines.md")
     say("The options of each method: quantkit convert --help")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,7 +24,7 @@ from quantkit.cli.options import (
     say,
 )
 from quantkit.errors import LONGEST, one_line
-from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, parse
+from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, ServeSpec, parse
 
 if TYPE_CHECKING:
     from quantkit.serving.load_test import LoadReport
@@ -58,7 +58,9 @@ def bench(
         str | None, typer.Option(help="A server of OpenAI's API instead, such as http://127.0.0.1:8000/v1.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model's name at the endpoint.")] = None,
-    api: Annotated[str, typer.Option(help="completions, or chat with the server's chat template.")] = "completions",
+    api: Annotated[
+        Literal["completions", "chat"], typer.Option(help="completions, or chat with the server's chat template.")
+    ] = "completions",
     api_key_env: Annotated[
         str | None, typer.Option("--api-key-env", help="Environment variable that holds the endpoint's key.")
     ] = None,
@@ -154,29 +156,19 @@ def _show(report: LoadReport) -> None:
 def serve(
     artifact: ArtifactArgument,
     *,
-    engine: Annotated[
-        str | None, typer.Option(help="llamacpp or vllm; to --print also llama-server, sglang, tgi, tabbyapi.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. It has no password: keep it inside.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    n_ctx: Annotated[
-        int | None, typer.Option("--n-ctx", help="Context in tokens. Default: the model's, at most 4096.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter of the environment that has the engine.")] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name in the API. Default: the source's.")] = None,
+    settings: Annotated[Values, Fields(ServeSpec)],
     print_only: Annotated[bool, typer.Option("--print", help="Only show the command.")] = False,
 ) -> None:
     """Start an engine's own OpenAI-compatible server for an artifact, and wait."""
-    from quantkit.serving.launch import plan, serving, wait
+    from quantkit.serving.launch import serving, wait
+    from quantkit.serving.servers import plan
 
-    start = plan(artifact, engine, host=host, port=port, n_ctx=n_ctx, threads=threads, python=python, name=name)
+    start = plan(artifact, **settings)
     if print_only:
-        words = [f"{key}={shlex.quote(value)}" for key, value in start.command.variables.items()]
-        line = " ".join([*words, shlex.join(start.command.arguments)])
-        say(line)
+        variables = [f"{key}={shlex.quote(value)}" for key, value in start.variables.items()]
+        say(" ".join([*variables, shlex.join(start.arguments)]))
         return
     with serving(start) as child:
-        say(f"{start.address.url} serves {start.address.name}")
+        say(f"{start.url} serves {start.name}")
         code = wait(start, child)
     raise typer.Exit(code)

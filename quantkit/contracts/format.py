@@ -154,6 +154,7 @@ class Format:
     open_quantized(path, weight_files, config) reads what other tools wrote, as a source; None where it cannot.
     `kinds` are all that it holds. refusals(quantization) are reasons why engines cannot take a folder whose config.json
     has this `quantization_config` (empty: none), by engine; `since` are the oldest versions tried with it, by engine.
+    `servers` load it, too, and quantkit only prints how they are started: arguments that their commands need, by name.
     tells(artifact) is what the files themselves say of the recipe: `bits` and options of methods by name, each with all
     values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError where a model of this
     config.json has other tensors; None: transformers' model is asked, which takes torch.
@@ -176,6 +177,7 @@ class Format:
     kinds: tuple[Kind, ...] = (Kind("any"),)
     refusals: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda _quantization: {}
     since: Mapping[str, str] = field(default_factory=dict)
+    servers: Mapping[str, str] = field(default_factory=dict)
     tells: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}
     refuse_tensors: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], None] | None = None
     prepared: Callable[[Source], Source] = lambda source: source

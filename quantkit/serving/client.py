@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from base64 import b64encode
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 import httpx2
 
 from quantkit.errors import RecipeError, one_line
 from quantkit.recipe import LoadTestSpec
-from quantkit.untrusted import shown
 
 OK, UNFINISHED = "ok", "unfinished"
 APIS = {"completions": "/completions", "chat": "/chat/completions"}
@@ -40,6 +38,15 @@ KINDS = {
     "server error": "the stream itself reported an error",
     "empty": "the stream ended with neither a token nor a reason why",
     UNFINISHED: "the time of the measurement was over first: not a failure",
+}
+# What the client's exceptions mean; the first that fits.
+KIND_OF: dict[type[Exception], str] = {
+    httpx2.ConnectTimeout: "connect timeout",
+    httpx2.ConnectError: "refused",
+    httpx2.SSEError: "malformed",
+    httpx2.DecodingError: "malformed",
+    UnicodeDecodeError: "malformed",
+    Exception: "disconnected",
 }
 
 
@@ -68,11 +75,7 @@ class Answer:
 
 
 class _Failure(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a request with a kind of failure that no exception of the client stands for."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind, self.message = kind, message
+    """Ends a request: a kind of failure that no exception of the client stands for, and an example."""
 
 
 @dataclass(frozen=True)
@@ -81,89 +84,70 @@ class Endpoint:
 
     url: str
     model: str
-    api: str = "completions"
+    api: Literal["completions", "chat"] = "completions"
     key: str | None = None
 
     def __post_init__(self) -> None:
-        name = shown(_without_secrets(self.url))
+        # No message repeats the URL: it may hold a password, wherever it is wrong.
         try:
             parts = httpx2.URL(self.url)
-        except (httpx2.InvalidURL, ValueError):  # its words repeat parts of the URL, such as a password
-            raise RecipeError(f"the endpoint {name} is no URL; give http://HOST:PORT/v1") from None
+        except (httpx2.InvalidURL, ValueError):
+            raise RecipeError("the endpoint is no URL; give http://HOST:PORT/v1") from None
         if parts.scheme not in ("http", "https") or not parts.host:
-            raise RecipeError(f"the endpoint {name} must begin with http:// or https://, and name a host")
-        if parts.query or parts.fragment or "?" in self.url or "#" in self.url:
-            raise RecipeError(f"the endpoint {name} has a query or a fragment; give http://HOST:PORT/v1")
+            raise RecipeError("the endpoint must begin with http:// or https://, and name a host")
+        if "?" in self.url or "#" in self.url:
+            raise RecipeError("the endpoint has a query or a fragment; give http://HOST:PORT/v1")
         if parts.port is not None and not 1 <= parts.port <= 65535:
-            raise RecipeError(f"the endpoint {name} has the port {parts.port}, which is not between 1 and 65535")
+            raise RecipeError(f"the endpoint has the port {parts.port}, which is not between 1 and 65535")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
             raise RecipeError("the endpoint's key holds characters that a header cannot carry")
-        if self.api not in APIS:
-            raise RecipeError(f"unknown API {self.api!r}; known: {', '.join(APIS)}")
 
     @property
     def shown(self) -> str:
         """The URL without a password."""
         return str(httpx2.URL(self.url).copy_with(username=None, password=None))
 
-    def told(self, text: str) -> str:
-        """The beginning of what a server or the client's library says, as one printable line without our secrets."""
-        for secret in self._secrets():
+    def without_secrets(self, text: str) -> str:
+        """The beginning of what a server or the client says, as one printable line without the key and the password."""
+        parts = httpx2.URL(self.url)
+        plain = [secret for secret in (self.key, parts.password) if secret]
+        if parts.password:
+            plain.append(b64encode(f"{parts.username}:{parts.password}".encode()).decode())
+        spellings = {spell(secret).strip("'\"") for secret in plain for spell in (str, quote, repr, json.dumps)}
+        for secret in sorted(filter(None, spellings), key=len, reverse=True):
             text = text.replace(secret, "***")
         beginning = text[:EXAMPLE_CHARACTERS].encode("utf-8", "backslashreplace").decode("utf-8")
         return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # each may be shown by its number
 
-    def _secrets(self) -> list[str]:
-        """The key and the URL's password in the spellings in which they travel, the longest first."""
-        parts = httpx2.URL(self.url)
-        pair = f"{parts.username}:{parts.password}"
-        plain = [secret for secret in (self.key, parts.password) if secret]
-        plain += [b64encode(pair.encode()).decode()] if parts.password else []
-        spellings = {spell(secret).strip("'\"") for secret in plain for spell in (str, quote, repr, json.dumps)}
-        return sorted(filter(None, spellings), key=len, reverse=True)
-
     def client(self, connections: int, connect_timeout: float) -> httpx2.AsyncClient:
         """A client for at most so many requests at once. Neither proxies nor redirects: the server itself is timed."""
-        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         return httpx2.AsyncClient(
-            headers=headers,
+            headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             timeout=httpx2.Timeout(None, connect=connect_timeout),
             limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
             trust_env=False,
         )
-
-    def body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
-        """The request: greedy, streamed, with the server's own count of tokens at the end."""
-        text = {"prompt": prompt} if self.api == "completions" else {"messages": [{"role": "user", "content": prompt}]}
-        return {
-            "model": self.model,
-            **text,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
 
 
 async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec: LoadTestSpec, answer: Answer) -> None:
     """Send one request and write what comes of it into `answer` while it comes. Cancelled, it leaves it unfinished."""
     loop = asyncio.get_running_loop()
     url = endpoint.url.rstrip("/") + APIS[endpoint.api]
-    body = endpoint.body(prompt, spec.max_tokens)
-    pause = asyncio.timeout(spec.ttft_timeout)
-    whole = asyncio.timeout(spec.timeout)
+    text = {"messages": [{"role": "user", "content": prompt}]} if endpoint.api == "chat" else {"prompt": prompt}
+    # Greedy, with the server's own count of tokens at the end.
+    settings = {"max_tokens": spec.max_tokens, "temperature": 0, "stream": True}
+    body = {"model": endpoint.model, **text, **settings, "stream_options": {"include_usage": True}}
+    pause, whole = asyncio.timeout(spec.ttft_timeout), asyncio.timeout(spec.timeout)
     try:
         async with whole, pause, client.stream("POST", url, json=body) as response:
             if response.status_code != 200:
                 raise _Failure(f"http {response.status_code}", await _beginning(response))
-            ended = False
             async for event in httpx2.EventSource(response, EVENT_BYTES):
                 if event.data == "[DONE]":
-                    ended = True
                     break
                 if _take(event.data, answer):
                     pause.reschedule(loop.time() + spec.pause_timeout)
-            if not ended:
+            else:
                 raise _Failure("disconnected", "the stream ended without [DONE]")
         # A model may end its answer at once: then there is a reason why it ended, and no token.
         answer.kind = OK if answer.stamps or answer.reason else "empty"
@@ -171,15 +155,11 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
         # The inner limit turns into the error that the outer one sees; only one of them has expired.
         answer.kind = "timeout" if whole.expired() else "stalled" if answer.stamps else "first token timeout"
     except _Failure as failure:
-        answer.kind, answer.message = failure.kind, endpoint.told(failure.message)
-    except httpx2.ConnectTimeout as error:
-        answer.kind, answer.message = "connect timeout", endpoint.told(str(error))
-    except httpx2.ConnectError as error:
-        answer.kind, answer.message = "refused", endpoint.told(str(error))
-    except (httpx2.SSEError, httpx2.DecodingError, UnicodeDecodeError) as error:
-        answer.kind, answer.message = "malformed", endpoint.told(str(error))
-    except (httpx2.TransportError, httpx2.StreamError) as error:
-        answer.kind, answer.message = "disconnected", endpoint.told(str(error) or type(error).__name__)
+        answer.kind, message = failure.args
+        answer.message = endpoint.without_secrets(message)
+    except (httpx2.RequestError, httpx2.StreamError, UnicodeDecodeError) as error:
+        answer.kind = next(kind for exception, kind in KIND_OF.items() if isinstance(error, exception))
+        answer.message = endpoint.without_secrets(str(error) or type(error).__name__)
     finally:
         answer.ended = time.perf_counter()
 
@@ -188,13 +168,10 @@ def _take(data: str, answer: Answer) -> bool:
     """Note one event; whether it brought text. Raises _Failure."""
     try:
         values = json.loads(data)
-        if not isinstance(values, dict):
-            raise TypeError("no JSON object")
         if values.get("error"):
             raise _Failure("server error", str(values["error"]))
         if usage := values.get("usage"):
-            answer.prompt_tokens = _count(usage["prompt_tokens"])
-            answer.new_tokens = _count(usage["completion_tokens"])
+            answer.prompt_tokens, answer.new_tokens = _count(usage["prompt_tokens"]), _count(usage["completion_tokens"])
         text = ""
         for choice in values["choices"]:
             delta = choice.get("delta") or choice
@@ -208,8 +185,7 @@ def _take(data: str, answer: Answer) -> bool:
 
 
 def _count(value: Any) -> int:
-    tokens = int(value)
-    if not 0 <= tokens <= LARGEST_COUNT:
+    if not 0 <= (tokens := int(value)) <= LARGEST_COUNT:
         raise ValueError("no number of tokens")
     return tokens
 
@@ -222,12 +198,3 @@ async def _beginning(response: httpx2.Response) -> str:
         if len(read) >= READ_BYTES:
             break
     return read.decode("utf-8", "replace").strip()
-
-
-def _without_secrets(url: str) -> str:
-    """A URL, valid or not, without a user and a password, and without what can follow its path."""
-    scheme, slashes, rest = url.partition("://") if "://" in url else ("", "", url)
-    place, after = re.match(r"([^?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
-    if "@" in after:  # a password with a question mark, or a key with an @: who knows
-        place = "..."
-    return scheme + slashes + place.rpartition("@")[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -13,108 +12,32 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import httpx2
 import psutil
 
-from quantkit.contracts.model import Model
-from quantkit.conversion.agreement import refuse_untrue
-from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError, one_line
-from quantkit.evaluation.engine_choice import NOT_ITS_FILES
-from quantkit.formats.source import open_model
-from quantkit.models.config import context_of
-from quantkit.serving.servers import Command, Server, ServerAddress, server_for
+from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
+from quantkit.serving.servers import Plan
 from quantkit.system.interpreter import look
-from quantkit.system.processor import usable_cores
-from quantkit.untrusted import shown
 
 START_LIMIT = 1800.0  # seconds until a server must answer: some compile a model for minutes
 GRACE = 10.0  # seconds that a server has to end by itself
+GRACE_OF_CHILDREN = 2.0  # seconds that its children have after it
 POLL = 0.2
-MOST_THREADS = 4096
-LONGEST_NAME = 200  # characters of the name in the API
 PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be started for which model, and where it will answer."""
-
-    model: Model
-    server: Server
-    address: ServerAddress
-    command: Command
-
-
-def plan(
-    artifact: str,
-    engine: str | None = None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    n_ctx: int | None = None,
-    threads: int | None = None,
-    python: str | None = None,
-    name: str | None = None,
-) -> Plan:
-    """Check what can be checked without starting anything; raises a QuantkitError."""
-    model = open_model(artifact)
-    if model.artifact is not None:
-        refuse_untrue(model.artifact)
-    if model.source is not None and not model.source.own_files:
-        raise UnsupportedError(f"no server takes {model.name}: {NOT_ITS_FILES}.")
-    server = server_for(model, engine)
-    if not 1 <= port <= 65535:
-        raise RecipeError(f"the port {shown(port)} is not between 1 and 65535")
-    longest = context_of(model.config)
-    if n_ctx is not None and not 1 <= n_ctx <= longest:
-        raise RecipeError(f"a context of {shown(n_ctx)} tokens: {model.label} has at most {longest}")
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise RecipeError(f"{shown(threads)} threads: give from 1 to {MOST_THREADS}")
-    for what, text in (("host", host), ("interpreter", python), ("name", name)):
-        if text is not None and (text.startswith("-") or not text.isprintable()):
-            raise RecipeError(f"the {what} {shown(text)} begins with a dash or cannot be printed; a server misreads it")
-    address = ServerAddress(
-        host=host,
-        port=port,
-        n_ctx=n_ctx or min(longest, 4096),
-        threads=threads or usable_cores(),
-        python=python or sys.executable,
-        name=name or re.sub(r"^-+", "", one_line(model.name, LONGEST_NAME)) or "model",
-    )
-    return Plan(model, server, address, server.command(model, address))
-
-
-def check(launch: Plan) -> None:
-    """Raise a QuantkitError where the engine is missing or the port is taken."""
-    server, address = launch.server, launch.address
-    if not server.modules:
-        raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
-    if missing := look(address.python, server.modules)[0]:
-        raise DependencyError(f"{address.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
-    try:
-        addresses = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        with socket.socket(addresses[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(addresses[0][4])
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise OutputError(
-            f"{address.host} port {address.port} cannot be listened on ({why}). Give another --port."
-        ) from None
 
 
 @contextmanager
 def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
-    """The running server, which answers already; what it says goes to the standard error. It is gone afterwards.
+    """The running server, which answers already; its output goes to the standard error. It is gone afterwards.
 
-    Raises EngineError where it ends or does not answer within its limit, and what `check` raises.
+    Raises DependencyError where the engine is missing, OutputError where the port is taken, EngineError where the
+    server ends or does not answer within its limit.
     """
-    check(launch)
+    _refuse(launch)
     child = subprocess.Popen(
-        launch.command.arguments,
-        env={**os.environ, **launch.command.variables},
+        launch.arguments,
+        env={**os.environ, **launch.variables},
         stdin=subprocess.DEVNULL,
         stdout=sys.__stderr__,
         stderr=sys.__stderr__,
@@ -132,6 +55,33 @@ def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
         _end(child, last)
 
 
+def wait(launch: Plan, child: subprocess.Popen[bytes]) -> int:
+    """Wait for the server's end; its exit code. Raises EngineError where a signal has ended it."""
+    code = child.wait()
+    if code < 0:
+        raise EngineError(f"{launch.server.summary} {_how_ended(code)}. The system does so where memory runs out.")
+    return code
+
+
+def _refuse(launch: Plan) -> None:
+    """Raise a QuantkitError where the engine is missing or the port is taken."""
+    server = launch.server
+    if not server.modules:
+        raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
+    if missing := look(launch.python, server.modules)[0]:
+        raise DependencyError(f"{launch.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(launch.host, launch.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OutputError(
+            f"{launch.host} port {launch.port} cannot be listened on ({why}). Give another --port."
+        ) from None
+
+
 def _end_with_parent() -> None:
     """In the child, before the server starts: SIGTERM for it when this process is killed. See prctl(2)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -144,18 +94,10 @@ def _wait_until_it_answers(launch: Plan, child: subprocess.Popen[bytes]) -> None
             if (code := child.poll()) is not None:
                 raise EngineError(f"{launch.server.summary} {_how_ended(code)} before it answered; its log says why")
             with suppress(httpx2.HTTPError):
-                if client.get(f"{launch.address.url}/models").status_code == 200:
+                if client.get(f"{launch.url}/models").status_code == 200:
                     return
             time.sleep(POLL)
-    raise EngineError(f"{launch.server.summary} did not answer at {launch.address.url} within {START_LIMIT:.0f} s")
-
-
-def wait(launch: Plan, child: subprocess.Popen[bytes]) -> int:
-    """Wait for the server's end; its exit code. Raises EngineError where a signal has ended it."""
-    code = child.wait()
-    if code < 0:
-        raise EngineError(f"{launch.server.summary} {_how_ended(code)}. The system does so where memory runs out.")
-    return code
+    raise EngineError(f"{launch.server.summary} did not answer at {launch.url} within {START_LIMIT:.0f} s")
 
 
 def _how_ended(code: int) -> str:
@@ -168,19 +110,17 @@ def _how_ended(code: int) -> str:
 
 def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
     """Pass the signal on, wait, and kill what is left. Further signals of the impatient do not stop this."""
-    signals = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    ignored = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
         family: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             family = psutil.Process(child.pid).children(recursive=True)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, last)
-        limit = time.monotonic() + GRACE
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE)
-        _, left = psutil.wait_procs(family, timeout=max(0.0, min(2.0, limit - time.monotonic())))
-        for process in left:
+        for process in psutil.wait_procs(family, timeout=GRACE_OF_CHILDREN)[1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         with suppress(ProcessLookupError):
@@ -189,7 +129,3 @@ def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -12,7 +12,6 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -73,72 +72,78 @@ def load(
     endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] = PROMPTS, progress: Progress | None = None
 ) -> LoadReport:
     """Put the endpoint under load and report. It ends on time, whatever the server does."""
-    return asyncio.run(_Run(endpoint, spec, prompts, progress or Progress()).report())
+    return asyncio.run(_Load(endpoint, spec, prompts, progress or Progress()).report())
 
 
-class _Run:
+class _Load:
     def __init__(self, endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...], progress: Progress) -> None:
         self.endpoint, self.spec, self.progress = endpoint, spec, progress
         self.answers: list[Answer] = []
         self.limit = spec.concurrency or (1 if spec.request_rate is None else AT_A_RATE)
         self.client = endpoint.client(self.limit, spec.connect_timeout)
         self.order = itertools.cycle(prompts)
+        self.left = itertools.count() if spec.requests is None else iter(range(spec.requests))
         self.in_flight = self.max_in_flight = self.waited = 0
-        self.begin = self.deadline = 0.0
+        self.begin = 0.0
 
     async def report(self) -> LoadReport:
         async with self.client:
-            warm = await self._warm_up()
+            hopeless = False
+            for _ in range(self.spec.warm_up):  # before the clock starts
+                answer = Answer(due=time.perf_counter())
+                await send(self.client, self.endpoint, WARM_UP, self.spec, answer)
+                if hopeless := answer.kind in HOPELESS:
+                    self.answers.append(answer)
+                    break
             self.begin = time.perf_counter()
-            self.deadline = self.begin + self.spec.duration
-            if warm is None:
-                ticker = asyncio.ensure_future(self._tick())
+            if not hopeless:
                 await self._send()
-                ticker.cancel()
-            else:
-                self.answers.append(warm)
-        seconds = max(min(time.perf_counter(), self.deadline) - self.begin, 1e-9)
-        return self._summed(seconds)
-
-    async def _warm_up(self) -> Answer | None:
-        """Send what comes before the clock starts; the answer of one that shows that more is hopeless."""
-        for _ in range(self.spec.warm_up):
-            answer = Answer(due=time.perf_counter())
-            await send(self.client, self.endpoint, WARM_UP, self.spec, answer)
-            if answer.kind in HOPELESS:
-                return answer
-        return None
+        seconds = min(max(time.perf_counter() - self.begin, 1e-9), self.spec.duration)
+        notes = []
+        if any(a.kind == OK and a.new_tokens is None for a in self.answers):
+            notes.append("the server does not tell its count of tokens: each piece of text was taken for one")
+        if self.waited:
+            notes.append(f"{self.waited} requests found {self.limit} others open and waited; their wait counts")
+        return LoadReport(
+            endpoint=self.endpoint.shown,
+            model=self.endpoint.model,
+            api=self.endpoint.api,
+            settings=self.spec,
+            client=this_machine(),
+            seconds=seconds,
+            counts=dict(Counter(answer.kind for answer in self.answers).most_common()),
+            examples={answer.kind: answer.message for answer in reversed(self.answers) if answer.message},
+            notes=tuple(notes),
+            measurements=tuple(measured(self.answers, seconds, self.max_in_flight, self.spec.price_per_hour)),
+        )
 
     async def _send(self) -> None:
         """Send until the time is over or the number of requests is reached; what is open then is cut off."""
-        left = itertools.count() if self.spec.requests is None else iter(range(self.spec.requests))
-        if self.spec.request_rate is None:
-            work = [self._caller(left) for _ in range(self.limit)]
-        else:
-            work = [self._arrivals(left, self.spec.request_rate)]
-        tasks = [asyncio.ensure_future(one) for one in work]
-        await asyncio.wait(tasks, timeout=max(0.0, self.deadline - time.perf_counter()))
-        for task in tasks:
+        rate = self.spec.request_rate
+        work = [self._caller() for _ in range(self.limit)] if rate is None else [self._arrivals(rate)]
+        tasks, ticker = [asyncio.ensure_future(one) for one in work], asyncio.ensure_future(self._tick())
+        await asyncio.wait(tasks, timeout=self.spec.duration)
+        for task in (*tasks, ticker):
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
 
-    async def _caller(self, left: Iterator[int]) -> None:
+    async def _caller(self) -> None:
         """One request after the other. After a failure it rests, so that a broken server is not overrun."""
         rest = FIRST_REST
-        for _ in left:
+        for _ in self.left:
             if (await self._one(time.perf_counter())).kind == OK:
                 rest = FIRST_REST
             else:
                 await asyncio.sleep(rest)
                 rest = min(2 * rest, LONGEST_REST)
 
-    async def _arrivals(self, left: Iterator[int], rate: float) -> None:
+    async def _arrivals(self, rate: float) -> None:
         """Requests at times drawn from a Poisson process. One that finds no room waits, and its wait counts."""
         times, room, due = random.Random(self.spec.seed), asyncio.Semaphore(self.limit), self.begin
         async with asyncio.TaskGroup() as group:
-            for _ in left:
+            for _ in self.left:
                 due += times.expovariate(rate)
                 await asyncio.sleep(due - time.perf_counter())
                 self.waited += room.locked()
@@ -163,68 +168,41 @@ class _Run:
                 ended = sum(answer.kind == OK for answer in self.answers)
                 advance(remark=f"{ended} answers, {sum(len(a.stamps) for a in self.answers)} pieces of text")
 
-    def _summed(self, seconds: float) -> LoadReport:
-        counts = Counter(answer.kind for answer in self.answers)
-        examples: dict[str, str] = {}
-        for answer in self.answers:
-            if answer.message:
-                examples.setdefault(answer.kind, answer.message)
-        return LoadReport(
-            endpoint=self.endpoint.shown,
-            model=self.endpoint.model,
-            api=self.endpoint.api,
-            settings=self.spec,
-            client=this_machine(),
-            seconds=seconds,
-            counts=dict(counts.most_common()),
-            examples=examples,
-            notes=tuple(self._notes()),
-            measurements=tuple(measured(self.answers, seconds, self.max_in_flight, self.spec.price_per_hour)),
-        )
-
-    def _notes(self) -> Iterator[str]:
-        if any(a.kind == OK and a.new_tokens is None for a in self.answers):
-            yield "the server does not tell its count of tokens: each piece of text was taken for one"
-        if self.waited:
-            yield f"{self.waited} requests found {self.limit} others open and waited; their wait counts"
-
 
 def measured(answers: list[Answer], seconds: float, max_in_flight: int, price: float | None) -> list[Measurement]:
     """The figures of all answers. seconds: how long tokens were counted; price: of an hour."""
     done = [a for a in answers if a.kind == OK]
+    times = {
+        "ttft_ms": [a.stamps[0] - a.due for a in done if a.stamps],
+        "tpot_ms": [(a.stamps[-1] - a.stamps[0]) / (a.tokens - 1) for a in done if a.stamps and a.tokens > 1],
+        "itl_ms": [gap for a in done for gap in np.diff(a.stamps).tolist()],
+        "latency_ms": [a.ended - a.due for a in done],
+    }
     figures: list[Measurement] = []
-
-    def spread(name: str, values: list[float]) -> None:
+    for name, values in times.items():
         if values:
+            values = [1000 * value for value in values]
             details = percentiles(values) | {"mean": statistics.fmean(values)}
             figures.append(
                 Measurement(name=name, value=float(details["p50"]), unit="ms", n=len(values), details=details)
             )
 
-    def rate(name: str, count: float, unit: str) -> None:
-        figures.append(Measurement(name=name, value=count / seconds, unit=unit))
+    def add(name: str, value: float, unit: str = "", n: int | None = None) -> None:
+        figures.append(Measurement(name=name, value=value, unit=unit, n=n))
 
-    spread("ttft_ms", [1000 * (a.stamps[0] - a.due) for a in done if a.stamps])
-    spread("tpot_ms", [1000 * (a.stamps[-1] - a.stamps[0]) / (a.tokens - 1) for a in done if a.stamps and a.tokens > 1])
-    spread("itl_ms", [1000 * gap for a in done for gap in np.diff(a.stamps).tolist()])
-    spread("latency_ms", [1000 * (a.ended - a.due) for a in done])
     # A piece of text can hold several tokens; what did not come to its end has no count of the server's.
-    pieces = sum(len(a.stamps) for a in done)
-    each = sum(a.tokens for a in done) / pieces if pieces else 1.0
-    new = sum(a.tokens if a.kind == OK else each * len(a.stamps) for a in answers)
-    rate("requests_per_second", len(done), "requests/s")
-    rate("output_tokens_per_second", new, "tokens/s")
+    pieces, tokens = sum(len(a.stamps) for a in done), sum(a.tokens for a in done)
+    new = tokens + (tokens / pieces if pieces else 1.0) * sum(len(a.stamps) for a in answers if a.kind != OK)
+    add("requests_per_second", len(done) / seconds, "requests/s")
+    add("output_tokens_per_second", new / seconds, "tokens/s")
     prompt_tokens = [a.prompt_tokens for a in done if a.prompt_tokens is not None]
     if done and len(prompt_tokens) == len(done):
-        rate("total_tokens_per_second", new + sum(prompt_tokens), "tokens/s")
+        add("total_tokens_per_second", (new + sum(prompt_tokens)) / seconds, "tokens/s")
     if done:
-        mean = statistics.fmean(a.tokens for a in done)
-        figures.append(Measurement(name="tokens_per_answer", value=mean, unit="tokens", n=len(done)))
-    figures.append(Measurement(name="max_in_flight", value=max_in_flight, unit="requests"))
+        add("tokens_per_answer", tokens / len(done), "tokens", len(done))
+    add("max_in_flight", max_in_flight, "requests")
     if price is not None and new:
-        second = price / 3600
-        figures.append(Measurement(name="cost_per_1000_tokens", value=1000 * second * seconds / new, unit=""))
+        add("cost_per_1000_tokens", 1000 * price / 3600 * seconds / new)
         if done:
-            cost = 1e6 * second * seconds / len(done)
-            figures.append(Measurement(name="cost_per_million_requests", value=cost, unit=""))
+            add("cost_per_million_requests", 1e6 * price / 3600 * seconds / len(done))
     return figures

@@ -1,34 +1,95 @@
-"""Servers: how each engine's own OpenAI-compatible server is started for an artifact. Data; launch.py runs them."""
+"""Servers: how each engine's own OpenAI-compatible server is started for a model, as a table; and what loads what."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
+from quantkit.contracts.format import Format
 from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_format
-from quantkit.errors import RecipeError, UnsupportedError, near_miss
+from quantkit.contracts.registry import engines, find_format, formats
+from quantkit.conversion.agreement import refuse_untrue
+from quantkit.errors import RecipeError, UnsupportedError, near_miss, one_line
+from quantkit.evaluation.engine_choice import NOT_ITS_FILES
 from quantkit.formats._quantization_config import quantization_of
+from quantkit.formats.source import open_model
+from quantkit.models.config import context_of
+from quantkit.recipe import ServeSpec, parse
+from quantkit.system.processor import usable_cores
 
-GGUF = (("gguf",), "it loads GGUF files only")
-FOLDERS = (
-    ("float", "gptq", "awq", "compressed-tensors", "bitsandbytes"),
-    "it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, compressed-tensors, NF4)",
-)
-EXLLAMA = (("float", "gptq"), "exllama loads GPTQ and unquantized checkpoints")
+USUAL_CONTEXT = 4096  # tokens, where the model takes more and the user does not say
+LONGEST_NAME = 200  # characters of the name in the API
 
 
 @dataclass(frozen=True)
-class ServerAddress:
-    """Where and how large: address, context in tokens, threads, the interpreter that has the engine, the name."""
+class Server:
+    """An engine's server. `loader` loads the files: the name of an engine, or of one of a format's `servers`.
 
+    `command` and `variables` have places for {python}, {host}, {port}, {n_ctx}, {threads} and {name} of the API, the
+    model's {folder}, its {parent} and {basename}, and its first weight {file}. Variables without a place give way to
+    the user's own. `modules` must be in the interpreter; none: quantkit only prints the command.
+    """
+
+    name: str
+    summary: str
+    loader: str
+    command: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    install: str = ""
+
+    def refusal(self, model: Model) -> str | None:
+        """The reason why it cannot take a model, or None."""
+        return refusal(self.loader, find_format(model.format), quantization_of(model.folder))
+
+
+SERVERS = {
+    server.name: server
+    for server in (
+        # By default a second request would cut the first one's answer off, and every prompt token's logits be computed.
+        Server("llamacpp", "llama-cpp-python's server", "llamacpp", """
+            {python} -m llama_cpp.server --model {file} --model_alias {name} --host {host} --port {port} --n_ctx {n_ctx}
+            --n_threads {threads} --n_threads_batch {threads} --interrupt_requests False --logits_all False""",
+            modules=("llama_cpp", "uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings"),
+            install="pip install 'quantkit[serve]'"),
+        # GiB of keys and values: without them vLLM wants nearly all memory of a machine without a GPU, or ends.
+        Server("vllm", "vLLM's server", "vllm", """
+            {python} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name {name}
+            --host {host} --port {port} --max-model-len {n_ctx} --dtype bfloat16""",
+            {"OMP_NUM_THREADS": "{threads}", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"},
+            modules=("vllm",),
+            install="vLLM needs an environment of its own: pip install vllm there, and give its interpreter with "
+            "--python"),
+        Server("llama-server", "llama.cpp's own server", "llamacpp", """
+            llama-server --model {file} --alias {name} --host {host} --port {port} --ctx-size {n_ctx}
+            --threads {threads}"""),
+        Server("sglang", "SGLang", "sglang", """
+            {python} -m sglang.launch_server --model-path {folder} --served-model-name {name}
+            --host {host} --port {port} --context-length {n_ctx}"""),
+        Server("tgi", "Text Generation Inference, in Docker", "tgi", """
+            docker run --gpus all --shm-size 1g -p {host}:{port}:80 -v {folder}:/model:ro
+            ghcr.io/huggingface/text-generation-inference --model-id /model --max-total-tokens {n_ctx}"""),
+        Server("tabbyapi", "TabbyAPI, exllama's server, from its folder", "exllama", """
+            {python} main.py --model-dir {parent} --model-name={basename} --host {host} --port {port}
+            --max-seq-len {n_ctx}"""),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be started, with which variables added to the environment, and where it will answer."""
+
+    server: Server
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]
+    python: str
     host: str
     port: int
-    n_ctx: int
-    threads: int
-    python: str
     name: str
 
     @property
@@ -38,169 +99,98 @@ class ServerAddress:
         return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.port}/v1"
 
 
-@dataclass(frozen=True)
-class Command:
-    """What starts a server: arguments, and variables that are added to the process environment."""
+def plan(artifact: str, engine: str | None = None, **settings: int | str | None) -> Plan:
+    """Plan the start of a server; `settings` are the other fields of `ServeSpec`.
 
-    arguments: tuple[str, ...]
-    variables: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Server:
-    """An engine's server. `modules` is what its interpreter must have; none: we only print how it is started.
-
-    `opens` are the formats that it takes, and what it says of others.
+    Checks what can be checked without starting anything; raises a QuantkitError.
     """
-
-    name: str
-    summary: str
-    opens: tuple[tuple[str, ...], str]
-    command: Callable[[Model, ServerAddress], Command]
-    modules: tuple[str, ...] = ()
-    install: str = ""
-
-    def refusal(self, model: Model) -> str | None:
-        """The reason why it cannot take a model, or None."""
-        if reason := find_format(model.format).refusals(quantization_of(model.folder)).get(self.name):
-            return reason
-        formats, others = self.opens
-        return None if model.format in formats else others
-
-
-def _llamacpp(model: Model, address: ServerAddress) -> Command:
-    # By default a second request would cut the first one's answer off, and every prompt token's logits be computed.
-    return Command(
-        (
-            *(address.python, "-m", "llama_cpp.server", "--model", str(_file(model)), "--model_alias", address.name),
-            *("--host", address.host, "--port", str(address.port), "--n_ctx", str(address.n_ctx)),
-            *("--n_threads", str(address.threads), "--n_threads_batch", str(address.threads)),
-            *("--interrupt_requests", "False", "--logits_all", "False"),
-        )
-    )
-
-
-def _llama_server(model: Model, address: ServerAddress) -> Command:
-    return Command(
-        (
-            *("llama-server", "--model", str(_file(model)), "--alias", address.name, "--host", address.host),
-            *("--port", str(address.port), "--ctx-size", str(address.n_ctx), "--threads", str(address.threads)),
-        )
-    )
+    spec = parse(ServeSpec, {"engine": engine, **settings}, "serve")
+    model = open_model(artifact)
+    if model.artifact is not None:
+        refuse_untrue(model.artifact)
+    if model.source is not None and not model.source.own_files:
+        raise UnsupportedError(f"no server takes {model.name}: {NOT_ITS_FILES}.")
+    server = server_for(model, spec.engine)
+    longest = context_of(model.config)
+    if spec.n_ctx is not None and spec.n_ctx > longest:
+        raise RecipeError(f"a context of {spec.n_ctx} tokens: {model.label} has at most {longest}")
+    python = spec.python or sys.executable
+    name = spec.name or re.sub(r"^-+", "", one_line(model.name, LONGEST_NAME)) or "model"
+    folder = model.folder.resolve()
+    places = {
+        "python": python,
+        "host": spec.host,
+        "port": spec.port,
+        "n_ctx": spec.n_ctx or min(longest, USUAL_CONTEXT),
+        "threads": spec.threads or usable_cores(),
+        "name": name,
+        "folder": folder,
+        "parent": folder.parent,
+        "basename": folder.name,
+        "file": model.weight_files[0].resolve(),
+    }
+    command = f"{server.command} {find_format(model.format).servers.get(server.loader, '')}"
+    variables = {
+        key: value.format(**places) if "{" in value else os.environ.get(key, value)
+        for key, value in server.variables.items()
+    }
+    arguments = tuple(word.format(**places) for word in command.split())
+    return Plan(server, arguments, variables, python, spec.host, spec.port, name)
 
 
-def _vllm(model: Model, address: ServerAddress) -> Command:
-    return Command(
-        (
-            *(address.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(_folder(model))),
-            *("--served-model-name", address.name, "--host", address.host, "--port", str(address.port)),
-            *("--max-model-len", str(address.n_ctx), "--dtype", "bfloat16"),
-        ),
-        {
-            "OMP_NUM_THREADS": str(address.threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # GiB of keys and values. Without it vLLM wants nearly all memory of a machine without a card, or ends.
-            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4"),
-        },
-    )
-
-
-def _sglang(model: Model, address: ServerAddress) -> Command:
-    return Command(
-        (
-            *(address.python, "-m", "sglang.launch_server", "--model-path", str(_folder(model))),
-            *("--served-model-name", address.name, "--host", address.host, "--port", str(address.port)),
-            *("--context-length", str(address.n_ctx)),
-        )
-    )
-
-
-def _tgi(model: Model, address: ServerAddress) -> Command:
-    kind = {"gptq": "gptq", "awq": "awq", "bitsandbytes": "bitsandbytes-nf4"}.get(model.format)
-    return Command(
-        (
-            *("docker", "run", "--gpus", "all", "--shm-size", "1g", "-p", f"{address.host}:{address.port}:80"),
-            *("-v", f"{_folder(model)}:/model:ro", "ghcr.io/huggingface/text-generation-inference"),
-            *(
-                "--model-id",
-                "/model",
-                *(("--quantize", kind) if kind else ()),
-                "--max-total-tokens",
-                str(address.n_ctx),
-            ),
-        )
-    )
-
-
-def _tabbyapi(model: Model, address: ServerAddress) -> Command:
-    folder = _folder(model)
-    return Command(
-        (
-            *(address.python, "main.py", "--model-dir", str(folder.parent), f"--model-name={folder.name}"),
-            *("--host", address.host, "--port", str(address.port), "--max-seq-len", str(address.n_ctx)),
-        )
-    )
-
-
-def _folder(model: Model) -> Path:
-    return model.folder.resolve()
-
-
-def _file(model: Model) -> Path:
-    return model.weight_files[0].resolve()
-
-
-SERVERS = {
-    server.name: server
-    for server in (
-        Server(
-            "llamacpp",
-            "llama-cpp-python's server",
-            GGUF,
-            _llamacpp,
-            ("llama_cpp", "uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings"),
-            "pip install 'quantkit[serve]'",
-        ),
-        Server(
-            "vllm",
-            "vLLM's server",
-            FOLDERS,
-            _vllm,
-            ("vllm",),
-            "vLLM needs an environment of its own: pip install vllm there, and give its interpreter with --python",
-        ),
-        Server("llama-server", "llama.cpp's own server", GGUF, _llama_server),
-        Server("sglang", "SGLang", FOLDERS, _sglang),
-        Server("tgi", "Text Generation Inference, in Docker", FOLDERS, _tgi),
-        Server("tabbyapi", "TabbyAPI, exllama's server, from its folder", EXLLAMA, _tabbyapi),
-    )
-}  # fmt: skip
-
-
-def find_server(name: str) -> Server:
-    """Look a server up; raises RecipeError."""
+def server_for(model: Model, name: str | None) -> Server:
+    """The server of that name, or the first that takes the model; raises RecipeError and UnsupportedError."""
+    if name is None:
+        for server in SERVERS.values():
+            if server.modules and not server.refusal(model):
+                return server
+        reasons = (f"{server.summary}: {server.refusal(model)}" for server in SERVERS.values() if server.modules)
+        raise UnsupportedError(f"no server that quantkit starts takes {model.label}. {'. '.join(reasons)}.")
     if name not in SERVERS:
         raise RecipeError(f"unknown server {name!r}.{near_miss(name, SERVERS)} Known: {', '.join(SERVERS)}.")
+    if reason := SERVERS[name].refusal(model):
+        raise UnsupportedError(f"{SERVERS[name].summary} cannot serve {model.label}: {reason}")
     return SERVERS[name]
 
 
 def server_of(format_name: str) -> str | None:
     """What quantkit would start for an artifact of a format, in words; None where nothing takes it."""
-    fitting = (server for server in SERVERS.values() if server.modules and format_name in server.opens[0])
+    stored = formats().get(format_name)
+    fitting = (server for server in SERVERS.values() if stored and server.modules and server.loader in stored.engines)
     return next((server.summary for server in fitting), None)
 
 
-def server_for(model: Model, name: str | None) -> Server:
-    """The server of that name, or the first that takes the model; raises RecipeError and UnsupportedError."""
-    if name is not None:
-        server = find_server(name)
-        if reason := server.refusal(model):
-            raise UnsupportedError(f"{server.summary} cannot serve {model.label}: {reason}")
-        return server
-    for server in SERVERS.values():
-        if server.modules and not server.refusal(model):
-            return server
-    raise UnsupportedError(
-        f"no server that quantkit starts takes {model.label}. GGUF artifacts are served by llama.cpp; GPTQ, AWQ and "
-        "unquantized models by vLLM."
-    )
+def refusal(loader: str, stored: Format, quantization: Mapping[str, Any]) -> str | None:
+    """The reason why a program cannot load a format with this `quantization_config`, or None."""
+    if reason := stored.refusals(quantization).get(loader):
+        return reason
+    if loader in stored.engines or loader in stored.servers:
+        return None
+    if loader in engines():
+        return engines()[loader].opens
+    return f"{loader} loads {' and '.join(name for name, other in formats().items() if loader in other.servers)} only"
+
+
+def loaders() -> tuple[str, ...]:
+    """What `what_loads` tells of: the engines, our own reader first, and exllama, which has only a server here."""
+    return (*sorted(engines(), key=lambda name: name != "reference"), "exllama")
+
+
+def what_loads() -> Iterator[tuple[str, str, dict[str, tuple[str, str]]]]:
+    """Every format, its kinds that all programs treat alike, and for each program why it does not load them.
+
+    Else a remark: the oldest version tried, or where alone it does. Both are empty where nobody has tried it here.
+    """
+    for stored in formats().values():
+        alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
+        for kind in stored.kinds:
+            remarks = {**stored.since, **{name: f"{where} only" for name, where in kind.only.items()}}
+            reasons = {name: refusal(name, stored, kind.quantization) for name in loaders()}
+            loaded = tuple((why or "", "" if why else remarks.get(name, "")) for name, why in reasons.items())
+            alike.setdefault((kind.words, loaded), []).append(kind.bits)
+        for (words, loaded), bits in alike.items():
+            yield (
+                stored.name,
+                ", ".join(bits) + (f": {words}" if words else ""),
+                dict(zip(loaders(), loaded, strict=True)),
+            )

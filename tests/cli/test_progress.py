@@ -12,8 +12,8 @@ from tiny_models import EVALUATION_FLAGS, quantkit
 
 from quantkit.cli import progress as module
 from quantkit.cli.progress import Lines, choose, shown
+from quantkit.comparison.compare import CALIBRATION_COST, CONVERSION_COST, SOURCE_COST
 from quantkit.progress import Pieces, Progress, Step, Timed
-from quantkit.sweep.compare import CALIBRATION_COST, CONVERSION_COST, SOURCE_COST
 
 LINE = re.compile(r"[^\r\x1b]+: (done, \d+ s|done, \d+:\d\d min|\d+% after \d.*)")
 # Seconds of the source, and of the conversion and the evaluation of each variant: sums of logged steps and 2 s for each

@@ -7,8 +7,8 @@ import pytest
 from tiny_models import SAMPLE, fails, quantkit
 
 from quantkit import convert, verify
+from quantkit.comparison.compare import compare
 from quantkit.errors import OutputError
-from quantkit.sweep.compare import compare
 from quantkit.system.files import replace_text
 
 pytestmark = pytest.mark.usefixtures("here")

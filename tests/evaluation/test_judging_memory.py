@@ -3,6 +3,7 @@ import json
 import pytest
 from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, fails, succeeds
 
+from quantkit.comparison.compare import compare
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError, ResourceError
@@ -13,7 +14,6 @@ from quantkit.evaluation.evaluate import evaluate, prepare
 from quantkit.evaluation.forecast import memory
 from quantkit.formats.source import open_model, open_source
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec
-from quantkit.sweep.compare import compare
 from quantkit.system.memory import GROWTH
 
 pytestmark = pytest.mark.usefixtures("new_cache")

@@ -19,7 +19,7 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
 from quantkit.recipe import EngineSpec
-from quantkit.serving.launch import plan
+from quantkit.serving.servers import plan
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

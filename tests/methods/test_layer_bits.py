@@ -223,7 +223,7 @@ def test_engines_that_cannot_read_the_mix_are_refused(kind, mixed):
     wide = mixed("rtn", kind, target_bpw=5.5, target_bits=(4, 8))
     assert set(bits_of(wide).values()) == {4, 8}
     assert "vllm" not in refusals(quantization_of(wide.folder))
-    assert kind == CT or "tabbyapi" in refusals(quantization_of(wide.folder))
+    assert kind == CT or "exllama" in refusals(quantization_of(wide.folder))
 
 
 def test_bits_are_given_by_patterns(two_blocks, tmp_path):

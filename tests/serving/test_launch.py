@@ -20,16 +20,21 @@ from tiny_models import succeeds
 
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError
 from quantkit.recipe import LoadTestSpec
+from quantkit.serving import servers
 from quantkit.serving.client import OK, Endpoint
-from quantkit.serving.launch import plan, serving
+from quantkit.serving.launch import serving
 from quantkit.serving.load_test import load
-from quantkit.serving.servers import SERVERS, Command
+from quantkit.serving.servers import SERVERS, plan
 
 
 def serve_by_a_stand_in(port):
     """Let a small server that answers at once stand in for llama-cpp-python's, which takes seconds to start."""
-    server = replace(SERVERS["llamacpp"], command=lambda *_: Command(answering(port)), modules=("http",))
-    SERVERS["llamacpp"] = server
+
+    def planned(*given, **settings):
+        start = plan(*given, **settings)
+        return replace(start, arguments=answering(port), server=replace(start.server, modules=("http",)))
+
+    servers.plan = planned
 
 
 def answers(port):
@@ -144,8 +149,8 @@ def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare)
 
 
 @pytest.mark.parametrize(("options", "error", "says"), [
-    ({"port": 0}, RecipeError, "between 1 and 65535"),
-    ({"threads": 0}, RecipeError, "threads: give from 1 to"),
+    ({"port": 0}, RecipeError, "port = 0 cannot be used"),
+    ({"threads": 0}, RecipeError, "threads = 0 cannot be used"),
     ({"name": "--trust-remote-code"}, RecipeError, "begins with a dash"),
     ({"python": "a\x1bb"}, RecipeError, "cannot be printed"),
     ({"engine": "vlm"}, RecipeError, "Did you mean 'vllm'"),
@@ -178,5 +183,5 @@ def test_each_command_is_shown(gguf, tiny):
 
 def test_vllm_gets_the_asked_threads_and_a_store_that_fits(tiny, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    variables = plan(str(tiny), "vllm", threads=3).command.variables
+    variables = plan(str(tiny), "vllm", threads=3).variables
     assert variables == {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"}

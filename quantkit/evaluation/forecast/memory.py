@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoints.safetensors import ITEM_BYTES
 from quantkit.contracts.engine import Engine, Holding
+from quantkit.contracts.method import Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import BATCH_TOKENS, Window
@@ -212,19 +213,15 @@ def settle(
     return Settled(chosen, need, baseline, offload_bytes(memory), tuple(notes))
 
 
-def foresee(
-    engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source
-) -> tuple[bool, Need]:
-    """Whether an artifact that is still to be made will be judged whole by `engine`, and what it would take whole."""
-    need = need_of_copy(engine, holding, ends, windows, source)
-    return need.memory is None or need.memory <= free_memory(need.device), need
-
-
-def need_of_copy(engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source) -> Need:
-    """What judging an artifact whole takes that is still to be made; see `holding_of`."""
-    longest = max(len(window.ids) for window in windows)
+def need_of_copy(job: Job, source: Source, windows: tuple[Window, ...]) -> Need:
+    """What judging the artifact whole takes that a checked job is still to make, with the divergence from `source`."""
+    holding = replace(
+        holding_of(Model(None, source)), format=job.format.name, weight_bytes=job.checked.nbytes,
+        bits=job.recipe.bits or job.method.default_bits,
+    )  # fmt: skip
+    longest, ends = max(len(window.ids) for window in windows), ends_of(source.config)
     head = ends.head * _stored_item(Model(None, source)) + SLAB_BYTES
-    return whole(find_engine(engine), holding, ends, None, longest, head)
+    return whole(find_engine(job.format.engines[0]), holding, ends, None, longest, head)
 
 
 def wave_tokens(windows: tuple[Window, ...]) -> int:

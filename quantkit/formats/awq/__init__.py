@@ -132,6 +132,7 @@ FORMAT = Format(
     kinds=kinds(PACKING),
     refusals=lambda _quantization: {"transformers": NEEDS_GPTQMODEL},
     since={"reference": "", "vllm": "0.32"},
+    servers={"sglang": "", "tgi": "--quantize awq"},
     tells=partial(tells, PACKING),
     usage=USAGE,
 )

@@ -229,6 +229,7 @@ FORMAT = Format(
     kinds=(Kind("4", "NF4"), Kind("4", "NF4, double quantization")),
     refusals=lambda _quantization: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
     since={"reference": "", "transformers": "5.23"},
+    servers={"sglang": "", "tgi": "--quantize bitsandbytes-nf4"},
     tells=_tells,
     usage=USAGE,
 )

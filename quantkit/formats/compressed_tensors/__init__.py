@@ -103,6 +103,7 @@ FORMAT = Format(
     kinds=(*kinds(PACKING), *mixes(PACKING), *KINDS),
     refusals=_refusals,
     since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
+    servers={"sglang": "", "tgi": ""},
     tells=_tells,
     usage=USAGE,
 )

@@ -109,6 +109,7 @@ FORMAT = Format(
     engines=("transformers", "reference", "vllm"),
     kinds=(Kind("float16"), Kind("bfloat16"), Kind("float32")),
     since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
+    servers={"sglang": "", "tgi": "", "exllama": ""},
     recognizes=_recognizes,
     open=_Reader,
     check=_check,

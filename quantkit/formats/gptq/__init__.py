@@ -247,7 +247,7 @@ def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
     if quantization.get("desc_act") or not quantization.get("sym", True) or not every <= {4, 8}:
         reasons["vllm"] = "vLLM loads GPTQ files of 4 and 8 bits that are symmetric and have no desc_act"
     if every != {4}:
-        reasons["tabbyapi"] = "exllama loads GPTQ files of 4 bits"
+        reasons["exllama"] = "exllama loads GPTQ files of 4 bits"
     return reasons
 
 
@@ -265,6 +265,7 @@ FORMAT = Format(
     kinds=(*kinds(PACKING), *mixes(PACKING)),
     refusals=_refusals,
     since={"reference": "", "vllm": "0.32"},
+    servers={"sglang": "", "tgi": "--quantize gptq", "exllama": ""},
     tells=_tells,
     usage=USAGE,
 )

@@ -5,54 +5,49 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from edits import edit_json, put
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
+from quantkit.comparison import sweep as sweeps
+from quantkit.comparison.compare import compare
+from quantkit.comparison.executors import LOST, Local
+from quantkit.comparison.tasks import Task, read_task, read_tasks, run_task
 from quantkit.errors import QuantkitError
 from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe, parse
 from quantkit.report.page import find_artifacts
 from quantkit.report.records import Hardware
 from quantkit.report.table import read_places
-from quantkit.sweep import run as sweeps
-from quantkit.sweep.compare import compare, parse_variant
-from quantkit.sweep.executor import Needs
-from quantkit.sweep.local import Local
-from quantkit.sweep.state import place_of
-from quantkit.sweep.tasks import lines_of
-from quantkit.sweep.work import carry_out
 
 SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "probes": ("size", "perplexity")}}
 
 
 @dataclass
-class Here:
+class Here(Local):
     """An executor that does a task in this process as soon as it is handed over."""
 
-    slots: int = 1
     begun: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
-    needs: dict[str, Needs] = field(default_factory=dict)
-    most_memory: int | None = None
-    sets_apart: bool = False
+    memory: dict[str, int | None] = field(default_factory=dict)
 
-    def refuse(self, needs):
-        return None
+    def has_room(self, task):
+        return not self.ended
 
-    def submit(self, name, command, log, needs):
-        self.needs[name] = needs
-        assert command[1:4] == ["-m", "quantkit.cli", "sweep-task"]
-        self.begun.append(name)
-        code = 0
+    def submit(self, task, command):
+        self.memory[task.name] = task.memory
+        assert command[1:] == ["-m", "quantkit.cli", "sweep-task", str(task.folder)]
+        self.begun.append(task.name)
+        self.ended.append((task.name, self.code_of(task)))
+
+    def code_of(self, task):
         try:
-            carry_out(Path(command[4]), command[5], Progress())
+            run_task(task.folder, Progress())
         except (QuantkitError, OSError) as error:
-            log.write_text(str(error), encoding="utf-8")
-            code = 1
-        self.ended.append((name, code))
+            task.log.write_text(str(error), encoding="utf-8")
+            return 1
+        return 0
 
     def finished(self):
         return self.ended.pop(0)
@@ -62,8 +57,7 @@ class Here:
 
 
 def recipe_of(models, variants, out):
-    named = [parse_variant(variant) for variant in variants]
-    values = {"models": [str(model) for model in models], "variants": named, "out": str(out), **SETTINGS}
+    values = {"models": [str(model) for model in models], "variants": variants, "out": str(out), **SETTINGS}
     return parse(SweepRecipe, values, "a recipe")
 
 
@@ -143,7 +137,7 @@ def test_figures_of_quality_are_used_again_on_another_machine_and_speeds_are_not
     first = Here()
     for given in (quality, speed):
         assert sweeps.run(given, first).failed == {}
-    assert all(1e8 < (needs.memory or 0) < 5e9 for needs in first.needs.values()), first.needs  # as is forecast
+    assert all(1e8 < (memory or 0) < 5e9 for memory in first.memory.values()), first.memory  # as is forecast
     hardware = Hardware(cpu="Other CPU", cores=64, memory_bytes=1 << 40)
     monkeypatch.setattr("quantkit.evaluation.evaluate.this_machine", lambda: hardware)
     again = Here()
@@ -160,10 +154,10 @@ def test_what_fails_is_told_and_stops_nothing_else(models, tmp_path):
     outcome, begun = swept(models[:1], ["rtn:4", "rtn:8"], out)
     assert list(outcome.failed) == ["one.rtn-4"]
     assert begun[-3:] == ["one.rtn-4", "one.rtn-8.convert", "one.rtn-8"]
-    assert f"log: {place_of(out, 'one.rtn-4').log}" in outcome.sheet.notes()[0]
+    assert f"log: {out / 'tasks' / 'one.rtn-4' / 'log'}" in outcome.sheet.notes()[0]
     assert outcome.sheet.notes()[0].startswith("Not measured: one.rtn-4: ")
     assert [r.model.label for r in outcome.sheet.variants("one")] == ["bfloat16", "rtn-8"]
-    assert any(line.startswith("one.rtn-4: failed: ") for line in lines_of(out))
+    assert any(task.status().startswith("one.rtn-4: failed: ") for task in read_tasks(out))
     blocked.rmdir()
     outcome, begun = swept(models[:1], ["rtn:4", "rtn:8"], out)
     assert (outcome.failed, begun) == ({}, ["one.rtn-4"])
@@ -181,18 +175,13 @@ def test_what_no_method_can_do_is_told_before_the_work(models, tmp_path):
 
 
 def test_what_measures_the_machine_is_alone_on_it(models, tmp_path, monkeypatch):
-    class Recording(Here):
-        running: ClassVar[set[str]] = set()
-
-        def submit(self, name, command, log, needs):
-            self.running.add(name)
-            together.append(set(self.running))
-            self.ended.append((name, 0))
+    class Recording(Local):
+        def submit(self, task, command):
+            self._running[task.name] = task, None
+            together.append(set(self._running))
 
         def finished(self):
-            name, code = super().finished()
-            self.running.discard(name)
-            return name, code
+            return self._running.popitem()[0], 0
 
     for probes, most in ((("size", "perplexity"), 3), (("size", "speed"), 1)):
         together = []
@@ -204,40 +193,96 @@ def test_what_measures_the_machine_is_alone_on_it(models, tmp_path, monkeypatch)
         assert max(map(len, judging)) == most
 
 
+def task_in(out, name, **values):
+    """A task of a folder that nothing has been done of."""
+    task = Task(out=str(out), name=name, kind="convert", model="m", recipe={"model": "m", "variants": ()}, **values)
+    task.update()
+    return task
+
+
 def test_this_machine_tells_how_processes_ended(tmp_path):
     executor = Local(2)
     for name, code in (("well", "print('said')"), ("badly", "raise SystemExit(3)")):
-        executor.submit(name, [sys.executable, "-c", code], tmp_path / name, Needs())
+        executor.submit(task_in(tmp_path, name), [sys.executable, "-c", code])
     assert sorted(executor.finished() for _ in range(2)) == [("badly", 3), ("well", 0)]
-    assert (tmp_path / "well").read_text() == "said\n"
+    assert (tmp_path / "tasks" / "well" / "log").read_text() == "said\n"
     dying = f"import os; os.kill(os.getpid(), {signal.SIGKILL})"
-    executor.submit("killed", [sys.executable, "-c", dying], tmp_path / "killed", Needs())
+    executor.submit(task_in(tmp_path, "killed"), [sys.executable, "-c", dying])
     assert executor.finished() == ("killed", -signal.SIGKILL)
-    executor.submit("long", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "long", Needs())
-    [process] = executor._running.values()
+    executor.submit(task_in(tmp_path, "long"), [sys.executable, "-c", "import time; time.sleep(600)"])
+    [(_, process)] = executor._running.values()
     executor.close()
     assert process.poll() == -signal.SIGTERM
 
 
 def test_a_task_whose_process_is_gone_is_told(done, tmp_path):
-    state = place_of(done, "one.rtn-4").state()
-    assert (state.state, state.reason) == ("done", None)
-    assert state.seconds > 0
-    assert state.peak_bytes > 10_000_000
-    place = place_of(tmp_path, "one.rtn-4")
-    place.folder.mkdir(parents=True)
-    shutil.copy(place_of(done, "one.rtn-4").folder / "task.json", place.folder)
-    assert lines_of(tmp_path) == ["one.rtn-4: waiting"]
-    running = state.model_copy(update={"state": "running", "pid": os.getpid()})
-    place.tell(running)
-    with place.living():
-        assert "running for" in lines_of(tmp_path)[0]
-        place.tell(running.model_copy(update={"pid": 1 << 22}))
-        assert "ended without a word" in lines_of(tmp_path)[0]
-        place.tell(running.model_copy(update={"began": 1.0}))  # this process is a later one with the same number
-        assert "ended without a word" in lines_of(tmp_path)[0]
-        # One of another host runs as long as it gives signs of life.
-        place.tell(running.model_copy(update={"host": "elsewhere", "pid": 1 << 22}))
-        assert "running for" in lines_of(tmp_path)[0]
-        os.utime(place.alive, (0, 0))
-        assert re.search(r"unknown: no sign of life for \d{9,} s \(process", lines_of(tmp_path)[0])
+    task = read_task(done / "tasks" / "one.rtn-4")
+    assert (task.state, task.reason) == ("done", "")
+    assert task.seconds > 0
+    assert task.peak_bytes > 10_000_000
+    task.out = str(tmp_path)
+
+    def status(**values):
+        task.update(**values)
+        return read_task(task.folder).status()
+
+    assert status(state="waiting") == "one.rtn-4: waiting"
+    assert "running for" in status(state="running", pid=os.getpid())
+    assert "ended without a word" in status(pid=1 << 22)
+    assert "ended without a word" in status(pid=os.getpid(), began=1.0)  # a later process with the same number
+    # One of another host runs as long as it gives signs of life.
+    assert "running for" in status(host="elsewhere", pid=1 << 22)
+    os.utime(task.folder / "task.json", (0, 0))
+    assert re.search(r"unknown: no sign of life for \d{9,} s \(process", read_task(task.folder).status())
+
+
+def test_paths_of_a_recipe_hold_in_the_folder_of_the_command(models, tmp_path, monkeypatch):
+    """Also where a task runs in another folder, as on the nodes of Ray."""
+
+    class Elsewhere(Here):
+        def code_of(self, task):
+            with monkeypatch.context() as patch:
+                patch.chdir("/")
+                return super().code_of(task)
+
+    monkeypatch.chdir(tmp_path)
+    Path("here").symlink_to(models[0])
+    shutil.copy(SETTINGS["evaluation"]["text"], "text.txt")
+    recipe = recipe_of(["here"], ["rtn:4"], "out")
+    text = {"text": "text.txt"}
+    values = {key: recipe.model_dump()[key] | text for key in ("calibration", "evaluation")}
+    outcome = sweeps.run(parse(SweepRecipe, recipe.model_dump() | values, "a recipe"), Elsewhere())
+    assert outcome.failed == {}
+    assert outcome.sheet.columns == ["bfloat16", "rtn-4"]
+    assert Path("out/models/here/reports/rtn-4.json").is_file()
+
+
+def test_why_a_process_ended_before_it_began_its_task_is_told(models, tmp_path):
+    class Broken(Here):
+        def code_of(self, task):
+            task.log.write_text("nothing to say\nerror: RecipeError: it does not exist\n\n", encoding="utf-8")
+            return 1
+
+    outcome = sweeps.run(recipe_of(models[:1], ["rtn:4"], tmp_path), Broken())
+    why = "its process ended with exit code 1: RecipeError: it does not exist (log: "
+    assert outcome.failed["one.source"].startswith(why)
+    assert outcome.failed["one.rtn-4"] == "not tried: one.source failed"
+    lines = [task.status() for task in read_tasks(tmp_path)]
+    assert lines[0] == "one.rtn-4: failed: not tried: one.source failed"
+    assert lines[-1].startswith(f"one.source: failed: {why}")
+
+
+def test_a_task_whose_machine_is_lost_is_started_again_once(models, tmp_path):
+    class Losing(Here):
+        def code_of(self, task):
+            task.update(host="node-7")
+            return LOST if self.begun.count(task.name) <= times else super().code_of(task)
+
+    for times, code in ((1, 0), (2, LOST)):
+        said, executor = [], Losing()
+        recipe = recipe_of(models[:1], (), tmp_path / str(times))
+        outcome = sweeps.run(recipe, executor, Progress(speaker=said.append))
+        assert executor.begun == ["one.source"] * 2
+        assert said[1] == "one.source: its machine node-7 was lost; it is started again"
+        assert said[-1] == ("one.source: failed: its machine node-7 was lost" if code else "one.source: done")
+        assert list(outcome.failed) == (["one.source"] if code else [])

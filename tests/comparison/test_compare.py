@@ -11,17 +11,14 @@ from tiny_models import CALIBRATION, EVALUATION
 
 from quantkit import verify
 from quantkit.artifact import CARD, MANIFEST
-from quantkit.data.texts import load_text
+from quantkit.comparison.compare import Comparison, compare
+from quantkit.conversion import convert
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import evaluate as evaluation
-from quantkit.evaluation.engine_choice import choose
-from quantkit.evaluation.evaluate import prepare
-from quantkit.formats.source import open_model, open_source
-from quantkit.recipe import EngineSpec, EvaluationSpec
+from quantkit.formats.source import open_model
+from quantkit.recipe import CompareRecipe
 from quantkit.report.records import read_report, this_machine
 from quantkit.report.table import read_tables
-from quantkit.sweep import compare as comparison
-from quantkit.sweep.compare import compare
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
 
@@ -46,9 +43,9 @@ def done(tiny, tmp_path_factory):
         assert (out / "table.md").read_text(encoding="utf-8") == table.to_markdown()
         assert not (out / "perplexity-size.png").exists()
 
-    for name, calls_before, row_hook in (("run_conversion", 1, row), ("evaluate_model", 0, None)):
+    for owner, name, calls_before, row_hook in ((convert, "run", 1, row), (evaluation, "measure", 0, None)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comparison, name, interrupted_after(calls_before, getattr(comparison, name)))
+            patch.setattr(owner, name, interrupted_after(calls_before, getattr(owner, name)))
             with pytest.raises(KeyboardInterrupt):
                 compare(str(tiny), VARIANTS, out=out, row=row_hook, **SETTINGS)
     assert rows == [["bfloat16"], ["bfloat16", "gguf-Q8_0"]]
@@ -107,9 +104,9 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done):
 
 def test_a_second_run_makes_again_what_is_damaged_and_nothing_else(done, tiny, monkeypatch):
     out, table = done
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(evaluation, "measure", forbidden)
     with monkeypatch.context() as patch:
-        patch.setattr(comparison, "run_conversion", forbidden)
+        patch.setattr(convert, "run", forbidden)
         artifacts, reports = times(out / "artifacts"), times(out / "reports")
         assert compare(str(tiny), VARIANTS, out=out, **SETTINGS) == table
         assert (times(out / "artifacts"), times(out / "reports")) == (artifacts, reports)
@@ -126,17 +123,18 @@ def out(done, tmp_path):
 
 
 def test_quality_measured_on_another_machine_is_used_where_that_is_asked_for(out, tiny):
-    model, source = open_model(str(out / "artifacts" / "rtn-4")), open_source(str(tiny))
-    spec, path = EvaluationSpec(**SETTINGS["evaluation"]), comparison.report_path(out, "rtn-4")
-    text, report = load_text(spec.text, "evaluation"), read_report(path)
+    recipe = CompareRecipe(model=str(tiny), variants=(), evaluation=SETTINGS["evaluation"], out=str(out))
+    strict, anywhere = Comparison(recipe), Comparison(recipe, any_machine=True)
+    judgement = strict.prepare(open_model(str(out / "artifacts" / "rtn-4")))
+    path = strict.report_path(judgement.model)
+    report = read_report(path)
     there = report.hardware.model_copy(update={"cpu": "another"})
-    engine = choose(model, EngineSpec())
-    judgement = prepare(model, spec, text, replace(engine, device="cuda"), source)
+    on_gpu = replace(judgement, engine=replace(judgement.engine, device="cuda"))
     edit_json(path, put("hardware", value=there.model_dump()))
     edit_json(path, put("engine", "device", value="cuda (NVIDIA H200)"))
-    edit_json(path, put("fingerprint", value=judgement.fingerprint(report.baseline, there)))
-    assert comparison.kept_report(model, source, spec, text, engine, out, anywhere=True).hardware == there
-    assert comparison.kept_report(model, source, spec, text, engine, out) is None
+    edit_json(path, put("fingerprint", value=on_gpu.fingerprint(report.baseline, there)))
+    assert anywhere.reusable_report(judgement).hardware == there
+    assert strict.reusable_report(judgement) is None
 
 
 @pytest.mark.parametrize(("place", "value"), [
@@ -145,10 +143,10 @@ def test_quality_measured_on_another_machine_is_used_where_that_is_asked_for(out
 ])  # fmt: skip
 def test_an_artifact_of_another_conversion_is_not_used(place, value, out, tiny, monkeypatch):
     edit_json(out / "artifacts" / "rtn-4" / MANIFEST, put(*place, value=value))
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    monkeypatch.setattr(comparison, "evaluate_model", lambda *_: pytest.fail("it was used and judged"))
+    monkeypatch.setattr(convert, "run", forbidden)
+    monkeypatch.setattr(evaluation, "measure", lambda *_: pytest.fail("it was used and judged"))
     if place != ["bits_per_weight"]:  # that one shows in the files; another conversion may be true to its own
-        monkeypatch.setattr(comparison, "refuse_untrue", lambda _artifact: None)
+        monkeypatch.setattr("quantkit.comparison.compare.refuse_untrue", lambda _artifact: None)
     with pytest.raises(AssertionError, match="done already"):
         compare(str(tiny), VARIANTS, out=out, **SETTINGS)
 
@@ -177,18 +175,18 @@ CHANGES = {
 def test_a_report_of_another_judgement_is_not_used(change, out, tiny, tmp_path, monkeypatch):
     CHANGES[change](out, tmp_path, monkeypatch)
     converted = RuntimeError("the artifacts are those of the same conversions")
-    monkeypatch.setattr(comparison, "run_conversion", Mock(side_effect=converted))
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(convert, "run", Mock(side_effect=converted))
+    monkeypatch.setattr(evaluation, "measure", forbidden)
     with pytest.raises(AssertionError, match="done already"):
         compare(str(tiny), VARIANTS, out=out, **SETTINGS)
 
 
 def test_the_same_source_elsewhere_is_used_unless_its_tokenizer_is_another(done, tiny, tmp_path, monkeypatch):
     other = Path(shutil.copytree(tiny, tmp_path / "tiny"))
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(convert, "run", forbidden)
+    monkeypatch.setattr(evaluation, "measure", forbidden)
     assert compare(str(other), VARIANTS, out=done[0], **SETTINGS) == done[1]
-    monkeypatch.setattr(comparison, "evaluate_model", lambda *_: done[1].reports[0])
+    monkeypatch.setattr(evaluation, "measure", lambda *_: done[1].reports[0])
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
     with pytest.raises(AssertionError, match="done already"):
         compare(str(other), VARIANTS, out=done[0], **SETTINGS)
@@ -204,7 +202,7 @@ def test_the_same_source_elsewhere_is_used_unless_its_tokenizer_is_another(done,
 def test_a_bad_second_variant_or_evaluation_is_refused_before_the_first_conversion(
     second, evaluation, says, tiny, here, monkeypatch
 ):
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
+    monkeypatch.setattr(convert, "run", forbidden)
     settings = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, **evaluation}}
     with pytest.raises(QuantkitError) as error:
         compare(str(tiny), ["gguf:Q8_0", second], out=here / "out", **settings)

@@ -12,14 +12,15 @@ import psutil
 import pytest
 from killed import until
 from test_sweep import figures as figures_of
+from test_sweep import task_in
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
-from quantkit.recipe import load_recipe
+from quantkit.comparison.executors import OnRay
+from quantkit.comparison.sweep import run
+from quantkit.comparison.tasks import read_task, read_tasks
+from quantkit.progress import Progress
+from quantkit.recipe import SweepModel, load_recipe
 from quantkit.report.table import read_places
-from quantkit.sweep.executor import Needs
-from quantkit.sweep.run import run
-from quantkit.sweep.state import place_of
-from quantkit.sweep.tasks import read
 
 pytestmark = pytest.mark.slow
 VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]
@@ -64,8 +65,8 @@ def whole(recipe, tmp_path_factory):
 
 
 def ended(out, name):
-    state = place_of(out, name).state()
-    return state is not None and state.state == "done"
+    folder = out / "tasks" / name
+    return folder.is_dir() and read_task(folder).state == "done"
 
 
 def test_a_killed_sweep_goes_on_to_the_same_table(recipe, whole, tmp_path):
@@ -74,12 +75,11 @@ def test_a_killed_sweep_goes_on_to_the_same_table(recipe, whole, tmp_path):
     until(lambda: ended(out, "one.rtn-4"))
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
-    told = (place_of(out, task.name).state() for task in read(out))
-    for state in [state for state in told if state is not None and state.state == "running"]:
-        until(lambda pid=state.pid: not psutil.pid_exists(pid))  # it ends by itself
-    began = place_of(out, "one.rtn-4").state()
+    for task in [task for task in read_tasks(out) if task.state == "running"]:
+        until(lambda pid=task.pid: not psutil.pid_exists(pid))  # it ends by itself
+    before = read_task(out / "tasks" / "one.rtn-4")
     words = said(command(recipe, out))
-    assert place_of(out, "one.rtn-4").state() == began
+    assert read_task(out / "tasks" / "one.rtn-4") == before
     assert "one.rtn-4: begun" not in words
     assert "two.gptq-4: begun" in words
     assert figures(out) == whole
@@ -104,8 +104,8 @@ def cluster_of(*nodes):
 
 
 @NEEDS_RAY
-def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(recipe, whole, tmp_path):
-    from quantkit.sweep.ray import OnRay
+def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(recipe, whole, tmp_path, monkeypatch, capsys):
+    """Also where the cluster was started in another folder than the one that the recipe's paths hold in."""
 
     class Losing(OnRay):
         def finished(self):
@@ -115,32 +115,37 @@ def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(recipe, whole, tmp
             return answer
 
     with cluster_of({}, {}) as (cluster, nodes):
-        for name, executor in (("kept", OnRay), ("lost", Losing)):
-            out = tmp_path / name
-            given = load_recipe(recipe).model_copy(update={"out": str(out)})
-            outcome = run(given, executor(cluster.address, 1))
+        monkeypatch.chdir(tmp_path)
+        for name in ("one", "two"):
+            (tmp_path / name).symlink_to(recipe.parent / name)
+        for out, executor in (("kept", OnRay), ("lost", Losing)):
+            words = []
+            models = [SweepModel(model="one"), SweepModel(model="two")]
+            given = load_recipe(recipe).model_copy(update={"models": tuple(models), "out": out})
+            outcome = run(given, executor(cluster.address, 1), Progress(speaker=words.append))
             if outcome.failed:  # what was on the lost node twice
                 outcome = run(given, OnRay(cluster.address, 1))
             assert outcome.failed == {}
-            assert figures(out) == whole
+            assert figures(tmp_path / out) == whole
+        assert any("was lost" in line and "started again" in line for line in words), words
+        assert "(raylet)" not in capsys.readouterr().out
 
 
 @NEEDS_RAY
 def test_what_no_node_has_memory_for_is_told_and_not_waited_for(recipe, tmp_path):
-    from quantkit.sweep.ray import OnRay
-
     given = load_recipe(recipe).model_copy(update={"out": str(tmp_path / "out"), "variants": ()})
     with cluster_of({"memory": 200 << 20}, {"memory": 4 * GB}) as (cluster, nodes):
         executor = OnRay(cluster.address, 1)
         assert executor.most_memory == 4 * GB
-        assert executor.refuse(Needs(memory=4 * GB)) is None
-        assert "the largest node gives tasks 4.00 GB" in str(executor.refuse(Needs(memory=4 * GB + 10**7)))
-        log = tmp_path / "log"
-        executor.submit("first", ["python", "-c", "pass"], log, Needs(memory=3 * GB))
+        assert executor.refuse(task_in(tmp_path, "fits", memory=4 * GB)) is None
+        large = task_in(tmp_path, "large", memory=4 * GB + 10**7)
+        assert "the largest node gives tasks 4.00 GB" in str(executor.refuse(large))
+        executor.submit(task_in(tmp_path, "first", memory=3 * GB), ["python", "-c", "pass"])
         assert executor.finished() == ("first", 0)
         # Both want more than half of the only node that is large enough; that node is lost while the second waits.
-        executor.submit("long", ["python", "-c", "import time; time.sleep(600)"], log, Needs(memory=3 * GB))
-        executor.submit("waiting", ["python", "-c", "pass"], log, Needs(memory=3 * GB))
+        sleeps = ["python", "-c", "import time; time.sleep(600)"]
+        executor.submit(task_in(tmp_path, "long", memory=3 * GB), sleeps)
+        executor.submit(task_in(tmp_path, "waiting", memory=3 * GB), ["python", "-c", "pass"])
         cluster.remove_node(nodes.pop(), allow_graceful=False)
         assert sorted(executor.finished()[0] for _ in range(2)) == ["long", "waiting"]
         executor.close()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.checkpoints.adapter import WEIGHTS
 from quantkit.checkpoints.adapter_config import CONFIG
+from quantkit.comparison.compare import compare
 from quantkit.conversion.check import check
 from quantkit.conversion.manifest import fingerprint
 from quantkit.data.texts import load_text
@@ -23,7 +24,6 @@ from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
 from quantkit.recipe import EngineSpec, EvaluationSpec, load_recipe
-from quantkit.sweep.compare import compare
 
 SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "probes": ("size", "perplexity")}}
 VARIANTS, LABEL = ["float:float32"], "float-float32"

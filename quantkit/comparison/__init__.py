@@ -1,0 +1,1 @@
+"""Convert and evaluate many variants of one model (compare) or of several (sweep)."""

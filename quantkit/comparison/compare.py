@@ -1,0 +1,273 @@
+"""compare: convert the variants of one model, evaluate them and the model itself, and return one Table.
+
+Everything that can be refused is refused before the first conversion. Finished artifacts and reports in the output
+folder are reused, so an interrupted comparison continues where it was. Each artifact's model card gets its figures next
+to the source's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.contracts.method import Job
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_engine
+from quantkit.conversion import check, convert
+from quantkit.conversion.agreement import refuse_untrue
+from quantkit.conversion.check import ReadyJob
+from quantkit.conversion.manifest import portable, side_hashes
+from quantkit.data.texts import Text, load_text
+from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
+from quantkit.evaluation import evaluate, process
+from quantkit.evaluation.engine_choice import choose, require
+from quantkit.evaluation.evaluate import Judgement
+from quantkit.evaluation.forecast.memory import Need, need_of_copy
+from quantkit.formats.source import open_source
+from quantkit.progress import Pieces, Progress
+from quantkit.recipe import CompareRecipe, ConvertRecipe, EngineSpec, ResourceSpec, SweepModel, Variant, WalkSpec, parse
+from quantkit.report.card import write_card
+from quantkit.report.records import Report, read_report
+from quantkit.report.table import Table
+from quantkit.system.device import CPU, described, find_device
+from quantkit.system.files import replace_text, safe_name
+from quantkit.system.memory import free_memory
+from quantkit.untrusted import path_of
+
+DEFAULT_VARIANTS = (
+    *("gptq:4", "awq:4", "nf4:4", "ctranslate2:int8", "ctranslate2:float16"),
+    *("gguf:Q2_K", "gguf:Q3_K_M", "gguf:Q4_K_M", "gguf:Q5_K_M", "gguf:Q6_K"),
+)
+# What parts of a comparison cost, in evaluations of a variant, until one of the kind has been done (measured with
+# `make demo`).
+SOURCE_COST = 3.0  # its baseline, and its evaluation
+CONVERSION_COST = 0.3
+CALIBRATION_COST = 1.5  # for as many tokens as are evaluated
+
+
+def compare(
+    model: str | Path,
+    variants: Iterable[Variant | Mapping[str, Any] | str] = DEFAULT_VARIANTS,
+    *,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    row: Callable[[Table], None] | None = None,
+    **settings: Any,
+) -> Table:
+    """Convert and evaluate `variants` of `model` and the model itself; write the table and return it.
+
+    `out` (default ``quantkit-compare/MODEL``, with the adapters' names) gets artifacts, reports, table.md/csv/json and
+    the picture. The table so far is written after each variant, and handed to `row`. `settings` are further fields of
+    `CompareRecipe`:
+
+    - `calibration` and `evaluation`, records or dicts;
+    - `revision` of a hub model; `adapters`, folders of LoRA adapters to merge first, in this order; `seed`; `device`.
+
+    Raises a QuantkitError before any long work for whatever can be known beforehand.
+    """
+    values = {name: value for name, value in settings.items() if value is not None}
+    values |= {"model": str(model), "variants": tuple(variants), "out": None if out is None else str(out)}
+    values["adapters"] = tuple(map(str, values.get("adapters", ())))
+    return run(parse(CompareRecipe, values, "compare"), progress, row)
+
+
+def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None) -> Table:
+    """Run a compare recipe; see `compare`."""
+    progress = progress or Progress()
+    process.prepare()
+    comparison = Comparison(recipe)
+    jobs = comparison.check(recipe.variants)
+    for one in jobs:
+        require(find_engine(one.job.format.engines[0]))
+    lines = list(comparison.how_evaluated(jobs))
+    for line in (f"device: {described(find_device(recipe.device))}", *lines):
+        progress.say(line)
+    reports: list[Report] = []
+    parts = [(comparison.cost_of(one.job), ("evaluation", 1.0)) for one in jobs]
+    todo = [("evaluation", SOURCE_COST), *chain(*parts)]
+    pieces, costs = Pieces(todo), iter(cost for _, cost in todo)
+    with progress.step("all variants", sum(cost for _, cost in todo)) as advance:
+        for ready in (None, *jobs):
+            model = comparison.original
+            if ready is not None:
+                label = ready.job.recipe.label
+                advance(0, f"converting {label}", pieces)
+                model = Model(comparison.artifact(ready, progress.within(label)), None)
+                advance(next(costs))
+            advance(0, f"evaluating {model.label}", pieces)
+            reports.append(comparison.report(model, progress.within(model.label)))
+            table = Table(tuple(reports))
+            write_table(table, comparison.out)
+            if row is not None:
+                row(table)
+            advance(next(costs))
+    draw_table(table, comparison.out)
+    return table
+
+
+def name_of(recipe: CompareRecipe | SweepModel) -> str:
+    """The name of a model's folder: the model's, and those of its adapters."""
+    return safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
+
+
+class Comparison:
+    """One model and its variants: converts and evaluates them, or reuses what the folder `out` has of an earlier run.
+
+    `any_machine`: a report of another machine is reused, too; only figures of quality are the same there.
+    `max_memory_gb` is what the work may take; None: what is free here.
+    """
+
+    def __init__(self, recipe: CompareRecipe, any_machine: bool = False, max_memory_gb: float | None = None) -> None:
+        self.recipe, self.any_machine, self.max_memory_gb = recipe, any_machine, max_memory_gb
+        self.source = open_source(recipe.model, recipe.revision, recipe.adapters)
+        self.original = Model(None, self.source)
+        self.out = path_of(recipe.out or Path("quantkit-compare") / name_of(recipe), OutputError)
+
+    @cached_property
+    def text(self) -> Text:
+        """The text of the evaluation."""
+        return load_text(self.recipe.evaluation.text, "evaluation")
+
+    @cached_property
+    def of_original(self) -> Judgement:
+        """The prepared evaluation of the source, on the windows that every variant is evaluated on."""
+        return self.prepare(self.original)
+
+    def folder_of(self, job: Job) -> Path:
+        """The folder of a variant's artifact."""
+        return self.out / "artifacts" / safe_name(job.recipe.label)
+
+    def report_path(self, model: Model) -> Path:
+        """The path of a report."""
+        return self.out / "reports" / f"{safe_name(model.label)}.json"
+
+    def check(self, variants: Sequence[Variant]) -> list[ReadyJob]:
+        """Refuse what cannot be converted, before anything is."""
+        shared = {key: getattr(self.recipe, key) for key in ("model", "revision", "adapters", "calibration", "seed")}
+        recipes = [ConvertRecipe(**dict(variant), **shared) for variant in variants]
+        resources = ResourceSpec(device=self.recipe.device, max_memory_gb=self.max_memory_gb)
+        jobs = [check.prepare(recipe, self.source, resources) for recipe in recipes]
+        folders = [self.folder_of(job) for job in jobs]
+        for folder in folders:
+            if folders.count(folder) > 1:
+                raise RecipeError(f"two variants are named {folder.name}; leave one out")
+        return [check.check(job, folder, force=True) for job, folder in zip(jobs, folders, strict=True)]
+
+    def artifact(self, ready: ReadyJob, progress: Progress) -> Artifact:
+        """The artifact of a variant, reused or converted."""
+        return self.reusable_artifact(ready.job) or convert.run(ready, progress)
+
+    def reusable_artifact(self, job: Job) -> Artifact | None:
+        """The finished artifact of the same recipe and source, if there is one, its files unchanged."""
+        if not (self.folder_of(job) / MANIFEST).is_file():
+            return None
+        try:
+            artifact = open_artifact(self.folder_of(job))
+            refuse_untrue(artifact)
+        except ArtifactError:
+            return None
+        m, source = artifact.manifest, job.source
+        digest = None if job.calibration is None else job.calibration.digest
+        wanted = (portable(job), job.format.name, source.hashes, source.parameters, digest)
+        found = (m.recipe, m.format, m.source.hashes, m.source.parameters, m.calibration_sha256)
+        # Options that only the work decides are None before it.
+        options = job.options.model_dump(mode="json") | json.loads(json.dumps(dict(job.checked.options)))
+        same = all(m.options.get(name) == value for name, value in options.items() if value is not None)
+        copied = side_hashes(source)
+        copied.pop("tokenizer_config.json", None)  # is mended for some engines
+        same = same and all(name in m.files and m.files[name].sha256 == sha256 for name, sha256 in copied.items())
+        return artifact if same and found == wanted else None
+
+    def prepare(self, model: Model) -> Judgement:
+        """Prepare the evaluation by the engine that users of the model's format run.
+
+        It computes on the recipe's device or, where it cannot, on the CPU.
+        """
+        try:
+            engine = choose(model, EngineSpec(device=self.recipe.device))
+        except RecipeError:
+            find_device(self.recipe.device)  # raises for a device that nothing here has
+            engine = choose(model, EngineSpec(device=CPU))
+        limits = WalkSpec(max_memory_gb=self.max_memory_gb)
+        return evaluate.prepare(model, self.recipe.evaluation, self.text, engine, self.source, limits)
+
+    def report(self, model: Model, progress: Progress) -> Report:
+        """The report of the source or an artifact, reused or measured; an artifact's card gets its figures."""
+        judgement = self.of_original if model is self.original else self.prepare(model)
+        report = self.reusable_report(judgement)
+        if report is None:
+            report = evaluate.measure(judgement, progress)
+            path = self.report_path(model)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, report.model_dump_json(indent=2) + "\n")
+        if model.artifact is not None:
+            write_card(model.artifact, (read_report(self.report_path(self.original)), report))
+        return report
+
+    def reusable_report(self, judgement: Judgement) -> Report | None:
+        """The finished report of the same evaluation, if there is one: all that decides its figures is the same."""
+        path = self.report_path(judgement.model)
+        if not path.is_file():
+            return None
+        try:
+            report = read_report(path)
+        except ReportError:
+            return None
+        baseline, hardware = judgement.kept_baseline(), None
+        if self.any_machine:  # whose cache has the baseline
+            engine = replace(judgement.engine, device=report.engine.device.split()[0])
+            judgement = replace(judgement, engine=engine)
+            baseline, hardware = baseline or report.baseline, report.hardware
+        return report if report.fingerprint == judgement.fingerprint(baseline, hardware) else None
+
+    def need_of(self, job: Job) -> Need:
+        """What it takes to evaluate a variant whole that is still to be made."""
+        return need_of_copy(job, self.source, self.of_original.judged.windows)
+
+    def how_evaluated(self, jobs: Sequence[ReadyJob]) -> Iterator[str]:
+        """Which models are evaluated whole and which block by block, with their engines and memory."""
+        judgement = self.of_original
+        needs = [(self.original.label, judgement.settled.model)]
+        if judgement.baseline is not None and judgement.kept_baseline() is None:
+            needs.insert(0, ("the source for divergences", judgement.settled.baseline))
+        whole = [f"{label} ({need.words})" for label, need in needs if not need.walk]
+        by_block = [f"{label} ({need.words})" for label, need in needs if need.walk]
+        for ready in jobs:
+            label, need = ready.job.recipe.label, self.need_of(ready.job)
+            if need.memory is None or need.memory <= free_memory(need.device):
+                whole.append(f"{label} ({need.words})")
+            else:
+                by_block.append(f"{label} (whole: {need.words})")
+        if whole:
+            yield f"judged whole: {', '.join(whole)}"
+        if by_block:
+            yield f"judged block by block, since memory is short for all of it: {', '.join(by_block)}"
+
+    def cost_of(self, job: Job) -> tuple[str, float]:
+        """The kind of a conversion, and its cost in evaluations of a variant."""
+        if not job.method.calibrated(job.options):
+            return "conversion", CONVERSION_COST
+        spec = job.recipe.calibration
+        tokens = sum(len(window.ids) for window in self.of_original.judged.windows)
+        return "calibration", CONVERSION_COST + CALIBRATION_COST * spec.sequences * spec.length / tokens
+
+
+def write_table(table: Table, folder: Path) -> None:
+    """Write table.md, table.csv and table.json into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"table.json": table.to_json(), "table.md": table.to_markdown(), "table.csv": table.to_csv()}
+    for name, text in texts.items():
+        replace_text(folder / name, text)
+
+
+def draw_table(table: Table, folder: Path) -> list[Path]:
+    """Draw the picture into `folder`, SVG and PNG; return the paths."""
+    from quantkit.report.plot import draw
+
+    return draw(table, folder)

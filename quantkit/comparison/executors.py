@@ -1,0 +1,174 @@
+"""Executors start the tasks of a sweep: `Local` on this machine, `OnRay` on the machines of a Ray cluster.
+
+Only commands and exit codes go through Ray (https://docs.ray.io): models, artifacts and the sweep's folder are on a
+disk that every machine sees under the same path.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from quantkit.errors import DependencyError, ResourceError, missing_package, reason_of
+from quantkit.system.sizes import told_apart
+
+if TYPE_CHECKING:
+    from quantkit.comparison.tasks import Task  # whose imports are many: a node imports this file
+
+UNPLACED, LOST = 75, 76  # exit codes of a task that no machine left can take, and of one whose machine was lost
+POLL_S = 0.1
+NODES_S = 5.0  # between two looks at Ray's nodes
+
+
+@dataclass
+class Local:
+    """Child processes of this one, at most `slots` at a time, or one alone that measures the machine."""
+
+    slots: int = 1
+    most_memory: int | None = None  # bytes of the largest machine; None: what is free on this one
+    _running: dict[str, tuple[Task, subprocess.Popen[bytes]]] = field(default_factory=dict)
+
+    def refuse(self, task: Task) -> str | None:
+        """Why no machine can take a task, even when it is free. Here the scan of the sweep has refused such tasks."""
+        return None
+
+    def has_room(self, task: Task) -> bool:
+        """Whether a task may start next to those that run."""
+        tasks = [task, *(running for running, _ in self._running.values())]
+        return len(tasks) <= (1 if any(each.alone for each in tasks) else self.slots)
+
+    def submit(self, task: Task, command: list[str]) -> None:
+        """Start the command of a task; append its output to the task's log."""
+        with task.log.open("ab") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self._running[task.name] = task, process
+
+    def finished(self) -> tuple[str, int]:
+        """Wait until a task ends; its name with its exit code, the negative number of a signal, UNPLACED or LOST."""
+        while True:
+            for name, (_, process) in self._running.items():
+                if (code := process.poll()) is not None:
+                    del self._running[name]
+                    return name, code
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End the tasks that still run."""
+        for _, process in self._running.values():
+            process.terminate()
+        for _, process in self._running.values():
+            process.wait()
+
+
+def _run_on_node(command: list[str], log: str, folder: str, threads: int, wanted: str) -> int:
+    """Run a command with the node's own interpreter, in the driver's `folder` where the node has it."""
+    if (found := version("quantkit")) != wanted:
+        raise RuntimeError(f"this node has quantkit {found}, the sweep was begun with {wanted}")
+    with Path(log).open("ab") as file:
+        return subprocess.run(
+            [sys.executable, *command[1:]], env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=False,
+            cwd=folder if Path(folder).is_dir() else None, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+        ).returncode  # fmt: skip
+
+
+class OnRay:
+    """The machines of the Ray cluster at `address` (Ray's own form, or ``auto``); its methods are those of `Local`.
+
+    A task asks for `threads` cores and its memory; one that measures its machine asks for all cores of a node.
+    Raises DependencyError without Ray, ResourceError where no cluster answers.
+    """
+
+    def __init__(self, address: str, threads: int) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise missing_package("ray", "ray", error) from None
+        try:
+            ray.init(address, log_to_driver=False, include_dashboard=None, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ResourceError(
+                f"no Ray cluster answers at {address}: {error}. Begin one with `ray start --head`."
+            ) from None
+        self._ray, self._threads = ray, threads
+        self._command = ray.remote(max_retries=0)(_run_on_node)  # a sweep starts a lost task again, and says so
+        self._running: dict[Any, Task] = {}
+        # A thread of Ray prints the log of a lost node to sys.stdout, whatever log_to_driver says, until the shutdown.
+        self._silence = ExitStack()
+        self._silence.enter_context(redirect_stdout(io.StringIO()))
+
+    @property
+    def most_memory(self) -> int | None:
+        """What the node with most memory gives tasks."""
+        return max((memory for _, memory in self._nodes()), default=0) or None
+
+    def refuse(self, task: Task) -> str | None:
+        """Why no node takes a task."""
+        cores = max((cores for cores, _ in self._nodes()), default=0)
+        if cores < self._threads:
+            return f"it needs {self._threads} cores, and the largest node has {cores}. Give fewer evaluation.threads"
+        if not self._fitting(task):
+            needed, most = told_apart(task.memory or 0, self.most_memory or 0)
+            return f"it needs {needed} of memory, and the largest node gives tasks {most} (ray start --memory)"
+        return None
+
+    def has_room(self, task: Task) -> bool:
+        """Whether the nodes have more cores than the tasks that run ask for; Ray places tasks by cores and memory."""
+        return len(self._running) < max(1, sum(cores // self._threads for cores, _ in self._nodes()))
+
+    def submit(self, task: Task, command: list[str]) -> None:
+        """Hand the command of a task to Ray."""
+        cores = max(self._fitting(task)) if task.alone else self._threads
+        remote = self._command.options(num_cpus=cores, memory=task.memory)
+        key = remote.remote(command, str(task.log), str(Path.cwd()), self._threads, version("quantkit"))
+        self._running[key] = task
+
+    def finished(self) -> tuple[str, int]:
+        """Wait until a task ends, or no node is left that could take it."""
+        while True:
+            ended, _ = self._ray.wait(list(self._running), timeout=NODES_S)
+            if ended:
+                return self._result(ended[0])
+            for key, task in self._running.items():
+                if self.refuse(task) is not None:
+                    self._ray.cancel(key, force=True)
+                    del self._running[key]
+                    return task.name, UNPLACED
+
+    def close(self) -> None:
+        """End the tasks that still run, and leave the cluster."""
+        for key in self._running:
+            self._ray.cancel(key, force=True)
+        self._ray.shutdown()
+        self._silence.close()
+
+    def _result(self, key: Any) -> tuple[str, int]:
+        task = self._running.pop(key)
+        try:
+            return task.name, int(self._ray.get(key))
+        except self._ray.exceptions.RayTaskError as error:
+            raise DependencyError(f"{task.name}: {error.cause}") from None
+        except self._ray.exceptions.RayError as error:
+            with task.log.open("a", encoding="utf-8") as log:
+                log.write(f"Ray: {reason_of(error)}\n")
+            return task.name, LOST
+
+    def _nodes(self) -> list[tuple[int, int]]:
+        """Cores and bytes of memory for tasks of each node that is alive."""
+        resources = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return [(int(node.get("CPU", 0)), int(node.get("memory", 0))) for node in resources]
+
+    def _fitting(self, task: Task) -> list[int]:
+        """The cores of each node that takes a task when it is free."""
+        return [cores for cores, memory in self._nodes() if cores >= self._threads and memory >= (task.memory or 0)]
+
+
+Executor: TypeAlias = Local | OnRay

@@ -1,0 +1,181 @@
+"""sweep: the same variants of several models, task by task, in one sheet. See docs/sweeps.md.
+
+Tasks are processes that an executor starts. A task is done if a comparison would reuse the artifact or report that it
+leaves. So the same command continues where an earlier one ended, runs what is new in the recipe or has changed since,
+and tries again what failed. A task that fails is named in the sheet and stops no other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from quantkit.artifact import Artifact
+from quantkit.comparison.compare import Comparison, draw_table, write_table
+from quantkit.comparison.executors import LOST, UNPLACED, Executor
+from quantkit.comparison.tasks import Task, plan, read_task
+from quantkit.contracts.model import Model
+from quantkit.conversion.check import ReadyJob
+from quantkit.data.texts import Text, load_text
+from quantkit.errors import LONGEST_REASON, DependencyError, OutputError, QuantkitError, RecipeError, one_line
+from quantkit.progress import Progress
+from quantkit.recipe import SweepRecipe
+from quantkit.report.records import read_report
+from quantkit.report.table import Table, joined
+from quantkit.untrusted import path_of
+
+OUT = Path("quantkit-sweep")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed."""
+
+    sheet: Table | None
+    failed: dict[str, str]
+
+
+def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
+    """Do what is left of a sweep, and close the executor.
+
+    Raises OutputError, RecipeError and DependencyError before any work for what no task could do.
+    """
+    progress, out = progress or Progress(), path_of(recipe.out or OUT, OutputError)
+    try:
+        tasks = {task.name: task for task in plan(recipe, out)}
+        _scan(tasks, load_text(recipe.evaluation.text, "evaluation"), executor.most_memory)
+        with progress.step("tasks", len(tasks)) as advance:
+            advance(sum(task.state != "waiting" for task in tasks.values()))
+            work = _Work(tasks, executor, progress, advance)
+            while work.begin():
+                work.wait()
+    finally:
+        executor.close()
+    failed = {name: task.why for name, task in tasks.items() if task.state == "failed"}
+    return Outcome(_sheet(tasks, failed, out), failed)
+
+
+def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
+    """Find out which tasks are done, which cannot be done, and what memory the others take; write all of them."""
+    models: dict[str, Comparison] = {}
+    variants: dict[str, tuple[ReadyJob, Artifact | None]] = {}
+    for task in tasks.values():
+        try:
+            if task.model not in models:
+                limit = None if most_memory is None else most_memory / 1e9
+                models[task.model] = Comparison(task.recipe, task.of_quality, limit)
+                models[task.model].text = text
+            task.state = "done" if _is_done(task, models[task.model], variants) else "waiting"
+        except (RecipeError, DependencyError):
+            raise
+        except QuantkitError as error:
+            task.state, task.reason = "failed", f"{type(error).__name__}: {error}"
+    for task in tasks.values():
+        task.update(**(task.former() if task.state == "done" else {}))
+
+
+def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[ReadyJob, Artifact | None]]) -> bool:
+    """Whether a task is done; sets its report, or its memory where that is known. `variants` are those looked at."""
+    model, own = comparison.original, psutil.Process().memory_info().rss  # a task's process holds about as much
+    for variant in task.recipe.variants:
+        key = f"{task.model} {variant.label}"
+        if key not in variants:
+            [ready] = comparison.check([variant])
+            variants[key] = ready, comparison.reusable_artifact(ready.job)
+        ready, artifact = variants[key]
+        if task.kind == "convert":
+            task.memory = None if ready.forecast is None else ready.forecast.memory
+            return artifact is not None
+        if artifact is None:
+            need = comparison.need_of(ready.job).memory
+            if need is not None and need / 1e9 <= (comparison.max_memory_gb or need):  # else it goes block by block
+                task.memory = need + own
+            return False
+        model = Model(artifact, None)
+    judgement = comparison.prepare(model)
+    if comparison.reusable_report(judgement) is not None:
+        task.report = str(comparison.report_path(model))
+        return True
+    needs = [judgement.settled.model.memory]
+    if judgement.baseline is not None and judgement.kept_baseline() is None:
+        needs.append(judgement.settled.baseline.memory)
+    task.memory = max((need + own for need in needs if need is not None), default=None)
+    return False
+
+
+@dataclass
+class _Work:
+    """The tasks of a sweep by name: which of them `running`, and which were started `again`."""
+
+    tasks: dict[str, Task]
+    executor: Executor
+    progress: Progress
+    advance: Callable[[], None]
+    running: set[str] = field(default_factory=set)
+    again: set[str] = field(default_factory=set)
+
+    def begin(self) -> bool:
+        """Start what can be started now, fail what cannot be done any more; whether a task runs."""
+        for task in [task for task in self.tasks.values() if task.state == "waiting" and task.name not in self.running]:
+            before = [self.tasks[name] for name in task.after]
+            if failed := next((one.name for one in before if one.state == "failed"), None):
+                reason: str | None = f"not tried: {failed} failed"
+            elif all(one.state == "done" for one in before) and self.executor.has_room(task):
+                reason = self.executor.refuse(task)
+            else:
+                continue
+            if reason is not None:
+                task.update(state="failed", reason=reason)
+                self.advance()
+                continue
+            task.log.unlink(missing_ok=True)
+            self.running.add(task.name)
+            self.executor.submit(task, [sys.executable, "-m", "quantkit.cli", "sweep-task", str(task.folder)])
+            self.progress.say(f"{task.name}: begun")
+        return bool(self.running)
+
+    def wait(self) -> None:
+        """Wait until a task ends; if its machine was lost, let it be started again, once."""
+        name, code = self.executor.finished()
+        self.running.remove(name)
+        if code == 0:
+            self.tasks[name].state = "done"
+            self.progress.say(f"{name}: done")
+            self.advance()
+            return
+        task = self.tasks[name] = read_task(self.tasks[name].folder)
+        if code == LOST and name not in self.again:
+            self.again.add(name)
+            self.progress.say(f"{name}: {_how_ended(task, code)}; it is started again")
+            task.update(state="waiting")
+        else:
+            task.update(state="failed", reason=task.reason or _how_ended(task, code))
+            self.progress.say(f"{name}: failed: {task.why}")
+            self.advance()
+
+
+def _how_ended(task: Task, code: int) -> str:
+    """How a task's process ended, with the last line that it printed."""
+    how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
+    how = {UNPLACED: "no machine that is left can take it", LOST: f"its machine {task.host} was lost"}.get(code, how)
+    lines = task.log.read_text(encoding="utf-8", errors="replace").split("\n") if task.log.is_file() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "").removeprefix("error: ")
+    return f"{how}: {one_line(last, LONGEST_REASON)}" if last else how
+
+
+def _sheet(tasks: dict[str, Task], failed: dict[str, str], out: Path) -> Table | None:
+    """The sheet of all that was measured, written into `out` with its picture."""
+    done = [task for task in tasks.values() if task.kind == "evaluate" and task.state == "done"]
+    paths = [task.report or read_task(task.folder).report for task in done]
+    # Each report is a table: those of one model and machine become one.
+    tables = [(None, Table((read_report(Path(path)),))) for path in paths if path is not None]
+    if not tables:
+        return None
+    sheet = replace(joined(tables), missing=tuple(f"Not measured: {name}: {why}" for name, why in failed.items()))
+    write_table(sheet, out)
+    draw_table(sheet, out)
+    return sheet

@@ -1,0 +1,221 @@
+"""Tasks of a sweep: one for each conversion and one for each evaluation, each with a folder `OUT/tasks/NAME`.
+
+`task.json` holds the task and how far it is, for people; its time is the last sign of life of the task's process, which
+may be on another machine. `log` is what the last process printed; `lock` keeps two processes apart.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from filelock import FileLock
+
+from quantkit.comparison.compare import Comparison, name_of
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_method, find_probe
+from quantkit.data.bundled import NAMES
+from quantkit.errors import QuantkitError, RecipeError
+from quantkit.models.config import leave_torch_out
+from quantkit.progress import Progress
+from quantkit.recipe import CompareRecipe, Strict, SweepRecipe, parse
+from quantkit.system.files import replace_text, safe_name
+from quantkit.system.memory import peak_of_children_bytes, peak_rss_bytes
+from quantkit.system.threads import every
+from quantkit.untrusted import path_of, read_object
+
+QUALITY = {"size", "perplexity"}  # probes whose figures are the same on any machine, whatever else it does
+BEAT_S = 10.0  # between two signs of life
+SILENCE_S = 90.0  # after which a task may be gone: clocks of machines may differ, and disks be slow
+
+
+class Task(Strict, frozen=False):
+    """A conversion or an evaluation, and how far it is.
+
+    `recipe` compares one variant, or none: the source. Tasks named in `after` come before it. `memory` are bytes that
+    it takes, if known. Process `pid` of `host` has begun it, and is done after `seconds`, with a peak of `peak_bytes`.
+    `report` is the path of what it measured.
+    """
+
+    out: str
+    name: str
+    kind: Literal["convert", "evaluate"]
+    model: str
+    recipe: CompareRecipe
+    after: tuple[str, ...] = ()
+    memory: int | None = None
+    state: Literal["waiting", "running", "done", "failed"] = "waiting"
+    host: str = ""
+    pid: int = 0
+    began: float = 0.0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    reason: str = ""
+    report: str | None = None
+
+    @property
+    def of_quality(self) -> bool:
+        """Whether no figure of the evaluation depends on the machine."""
+        probes = set(self.recipe.evaluation.probes)
+        return bool(probes) and probes <= QUALITY
+
+    @property
+    def alone(self) -> bool:
+        """Whether it measures its machine, which then must do nothing else."""
+        return self.kind == "evaluate" and not self.of_quality
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its state."""
+        return Path(self.out) / "tasks" / self.name
+
+    @property
+    def log(self) -> Path:
+        """What its process printed."""
+        return self.folder / "log"
+
+    @property
+    def why(self) -> str:
+        """Why it failed, and where to read more."""
+        return f"{self.reason} (log: {self.log})" if self.log.is_file() else self.reason
+
+    def update(self, **values: Any) -> None:
+        """Change how far it is, and write that."""
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_text(self.folder / "task.json", self.model_dump_json(indent=2) + "\n")
+
+    def status(self) -> str:
+        """One line: its name, how far it is, its seconds and peak memory, or why it failed."""
+        if self.state == "waiting":
+            return f"{self.name}: waiting"
+        if self.state == "done":
+            cost = f"in {self.seconds:.0f} s, {self.peak_bytes / 1e9:.2f} GB, on {self.host}" if self.host else "before"
+            return f"{self.name}: done {cost}"
+        if self.state == "failed":
+            return f"{self.name}: failed: {self.why}"
+        return f"{self.name}: {self._life()} (process {self.pid} on {self.host}, log: {self.log})"
+
+    def _life(self) -> str:
+        """Whether its process lives: known of those of this machine, else by the last sign of life."""
+        try:
+            process = psutil.Process(self.pid) if self.host == platform.node() else None
+            # A later process may have got the number.
+            gone = process and (process.status() == psutil.STATUS_ZOMBIE or process.create_time() > self.began + 1)
+        except psutil.NoSuchProcess:
+            gone = True
+        silence = time.time() - (self.folder / "task.json").stat().st_mtime
+        if gone:
+            return "ended without a word"
+        if silence < SILENCE_S:
+            return f"running for {time.time() - self.began:.0f} s"
+        return f"unknown: no sign of life for {silence:.0f} s"
+
+    def former(self) -> dict[str, Any]:
+        """How the task was done, if its folder holds one that was done."""
+        with suppress(RecipeError):
+            former = read_task(self.folder)
+            if former.state == "done":
+                return former.model_dump(include={"host", "pid", "began", "seconds", "peak_bytes"})
+        return {}
+
+
+def read_task(folder: Path) -> Task:
+    """Read the task of a folder; raises RecipeError."""
+    path = folder / "task.json"
+    return parse(Task, read_object(path, RecipeError), str(path))
+
+
+def read_tasks(out: Path) -> list[Task]:
+    """The tasks of the sweep in `out`; raises RecipeError where there are none."""
+    tasks = [read_task(path.parent) for path in sorted((out / "tasks").glob("*/task.json"))]
+    if not tasks:
+        raise RecipeError(
+            f"{out} holds no tasks. Give a folder that `quantkit run` of a recipe with `models` has written."
+        )
+    return tasks
+
+
+def plan(recipe: SweepRecipe, out: Path) -> list[Task]:
+    """The tasks of a sweep, model by model, the source before its variants; raises RecipeError.
+
+    Their paths are absolute: a task may run on another machine, in another folder.
+    """
+    for probe in recipe.evaluation.probes:
+        find_probe(probe)
+    out = out.absolute()
+    shared = {key: getattr(recipe, key) for key in ("calibration", "evaluation", "seed", "device")}
+    for key in ("calibration", "evaluation"):
+        shared[key] = shared[key].model_copy(update={"text": _absolute(shared[key].text, NAMES)})
+    tasks: list[Task] = []
+    for model in recipe.models:
+        name = name_of(model)
+        original = CompareRecipe(
+            model=_absolute(model.model, ("demo",)), revision=model.revision, variants=(),
+            adapters=[_absolute(adapter) for adapter in model.adapters], out=str(out / "models" / name), **shared,
+        )  # fmt: skip
+        source = Task(out=str(out), name=f"{name}.source", kind="evaluate", model=name, recipe=original)
+        tasks.append(source)
+        for variant in recipe.variants:
+            label = f"{name}.{safe_name(variant.label)}"
+            own = {"out": str(out), "model": name, "recipe": original.model_copy(update={"variants": (variant,)})}
+            convert = Task(name=f"{label}.convert", kind="convert", **own)
+            # Its divergence is measured from the baseline that the source's evaluation leaves.
+            tasks += [convert, Task(name=label, kind="evaluate", after=(source.name, convert.name), **own)]
+    names = [task.name for task in tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"two tasks of the sweep are named {name}: leave out a model or a variant, or rename one")
+    return tasks
+
+
+def _absolute(name: str | None, reserved: Collection[str] = ()) -> str | None:
+    """The absolute path of a file or folder that exists here; other names, and `reserved` ones, as they are."""
+    if name is None or name in reserved or not (path := path_of(name, RecipeError)).exists():
+        return name
+    return str(path.absolute())
+
+
+def run_task(folder: Path, progress: Progress) -> None:
+    """Do the task of a folder, unless it is done, and write how it ends. Raises QuantkitError, OSError.
+
+    A process that does the same task at the same time is waited for.
+    """
+
+    def beat() -> None:
+        with suppress(OSError):  # a disk that is away for a while
+            os.utime(folder / "task.json")
+
+    with FileLock(folder / "lock"), every(BEAT_S, beat):
+        task, began = read_task(folder), time.time()
+        task.update(state="running", host=platform.node(), pid=os.getpid(), began=began)
+        try:
+            report = _run(task, progress)
+        except (QuantkitError, OSError) as error:
+            task.update(state="failed", seconds=time.time() - began, reason=f"{type(error).__name__}: {error}")
+            raise
+        peak = max(peak_rss_bytes(), peak_of_children_bytes())
+        task.update(state="done", seconds=time.time() - began, peak_bytes=peak, report=report)
+
+
+def _run(task: Task, progress: Progress) -> str | None:
+    """Convert or evaluate; the path of the report."""
+    for variant in task.recipe.variants if task.kind == "convert" else ():
+        method = find_method(variant.method)
+        if not method.needs_torch(method.parse_options(variant.options)):
+            leave_torch_out()  # this process converts and ends
+    comparison = Comparison(task.recipe, any_machine=task.of_quality)
+    model = comparison.original
+    for ready in comparison.check(task.recipe.variants):
+        model = Model(comparison.artifact(ready, progress), None)
+    if task.kind == "convert":
+        return None
+    comparison.report(model, progress)
+    return str(comparison.report_path(model))

@@ -1,1 +1,0 @@
-"""One model in many variants, judged by one ruler."""
