@@ -152,7 +152,7 @@ dist: $(STAMP)
 	$(PYTHON) -m venv $(DIST)/venv
 	$(DIST)/venv/bin/pip install -qq --no-compile -c constraints.txt torch
 	$(DIST)/venv/bin/pip install -qq --no-compile -c constraints.txt $(DIST)/*.whl
-	cd $(DIST) && venv/bin/python -c "from quantkit.formats.gguf.ggml.search import available; assert available()"
+	cd $(DIST) && venv/bin/python -c "from quantkit.formats.gguf.ggml.packing import available; assert available()"
 	cd $(DIST) && venv/bin/quantkit convert demo --method gguf --bits Q4_K_M --out converted
 	cd $(DIST) && venv/bin/quantkit verify converted && venv/bin/quantkit eval-ppl converted --engine reference --limit 4
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz

@@ -51,7 +51,7 @@ def _print_gguf(path: Path, tensors: bool, json: Path | None) -> None:
     """Print what is in a GGUF file: keys, types, bits per weight, and with `tensors` each of them."""
     import json as json_module
 
-    from quantkit.formats.gguf.contents import contents_of
+    from quantkit.formats.gguf.header import contents_of
 
     contents = contents_of(path)
     save(json, json_module.dumps(contents.to_values(), indent=2, default=str))

@@ -109,6 +109,7 @@ class Method:
     refuse_ranks(job) gives the reason why several processes cannot share the work; None: they can.
     bits_of(source) gives the bits that the source decides where the user does not say any; None: the default.
     `choice` is made before `write`; None: nothing is left to be chosen after the check.
+    `records` are what manifests have among the options and users cannot set: constants that decide bytes.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Method:
     bits_of: Callable[[Source], str | None] = lambda _source: None
     refuse_ranks: Callable[[Job], str | None] = lambda _job: "it is done by one"
     choice: Choice | None = None
+    records: tuple[str, ...] = ()
 
     def kind_of(self, bits: str | None) -> tuple[str, str]:
         """The kind of what it makes with these bits (None: the default), and the default format of that kind."""

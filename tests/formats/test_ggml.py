@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf_files import gguf, layer_and_hessian, slow_but
 
-from quantkit.formats.gguf.ggml import kquants, search
+from quantkit.formats.gguf.ggml import kquants, packing
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, read_codes
@@ -20,7 +20,7 @@ from quantkit.formats.gguf.ggml.packing import PACKERS, pack
 from quantkit.formats.gguf.ggml.scale_refit import refit
 
 COMPILER = shutil.which("cc")
-needs_search = pytest.mark.skipif(not search.available(), reason="quantkit was installed without a C compiler")
+needs_search = pytest.mark.skipif(not packing.available(), reason="quantkit was installed without a C compiler")
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 TYPES += ["IQ3_S", "IQ4_XS", "IQ4_NL"]
 
@@ -126,7 +126,7 @@ def use(monkeypatch):
     """Put another library in the place of the compiled one, and forget what was held against ggml."""
 
     def put(library):
-        monkeypatch.setattr(search, "_library", lambda: library)
+        monkeypatch.setattr(packing, "_library", lambda: library)
         ggml._same.cache_clear()
 
     yield put
@@ -152,11 +152,11 @@ def _has_fma():
 @needs_search
 @pytest.mark.skipif(COMPILER is None or not _has_fma(), reason="needs a C compiler and a processor with fma")
 def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, use):
-    source, fused = Path(search.__file__).with_name("search.c").read_text(), tmp_path / "fused.so"
+    source, fused = Path(packing.__file__).with_name("search.c").read_text(), tmp_path / "fused.so"
     (tmp_path / "fused.c").write_text(source.replace("__linux__", "__other_system__"))
     flags = ["-O3", "-mfma", "-mavx2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared"]
     subprocess.run([COMPILER, *flags, "-o", fused, tmp_path / "fused.c", "-lm"], check=True)
-    use(search.load(fused))
+    use(packing.load(fused))
     assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
 
 

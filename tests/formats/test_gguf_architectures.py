@@ -23,10 +23,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from quantkit.conversion.convert import convert, import_gguf
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.known import KNOWN
+from quantkit.formats.gguf.architectures.latent import LATENT_NORMS
 from quantkit.formats.gguf.architectures.record import FIXED_EPSILON
-from quantkit.formats.gguf.architectures.rows.latent import LATENT_NORMS
+from quantkit.formats.gguf.hyperparameters import ignored_window
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 

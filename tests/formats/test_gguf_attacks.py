@@ -13,8 +13,7 @@ from tiny_models import quantkit
 
 from quantkit.conversion.convert import import_gguf
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError, UnsupportedError
-from quantkit.formats.gguf.contents import contents_of
-from quantkit.formats.gguf.header import read_header
+from quantkit.formats.gguf.header import contents_of, read_header
 from quantkit.formats.gguf.imatrix import read_imatrix
 from quantkit.formats.gguf.reader import read_file
 

@@ -15,7 +15,7 @@ from quantkit import convert, verify
 from quantkit.conversion.convert import import_gguf
 from quantkit.errors import ArtifactError, QuantkitError
 from quantkit.formats.gguf import FORMAT as GGUF
-from quantkit.formats.gguf.agreement import refuse_tensors
+from quantkit.formats.gguf.check_manifest import refuse_tensors
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 

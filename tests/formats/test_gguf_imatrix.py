@@ -11,8 +11,8 @@ from trials import dense_values
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
-from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.gguf.ggml.library import FAINTEST, IMPORTANCE_ONLY, LOUDEST, WEIGHTED, dequantize, quantize
+from quantkit.formats.gguf.header import contents_of
 from quantkit.formats.gguf.imatrix import SILENT, read_imatrix, without_silent_runs
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf.imatrix import make_imatrix

@@ -140,7 +140,7 @@ def test_experts_that_saw_nothing_keep_their_weights(tmp_path):
 
 def test_matrices_of_single_heads_and_of_an_indexer_are_not_measured(tmp_path):
     plan = job_for(saved(tmp_path / "model", "dots3_note_text", **DOTS), "F16", tmp_path).check().checked.plan.plan
-    left = {t.name.split(".", 2)[2] for t in plan.tensors if t.parts and len(t.shape) > 1 and not plan.is_measured(t)}
+    left = {t.name.split(".", 2)[2] for t in plan.tensors if t.parts and len(t.shape) > 1 and not t.is_measured}
     indexer = {f"indexer.{part}.weight" for part in ("attn_k", "attn_q_b", "proj")}
     assert left == {"attn_k_b.weight", "attn_v_b.weight", *indexer}
 

@@ -14,7 +14,7 @@ from tiny_models import changed_copy
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
-from quantkit.formats.gguf.architectures.hyperparameters import read_shape
+from quantkit.formats.gguf.hyperparameters import read_shape
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
 

@@ -12,7 +12,6 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, read_codes, read_grid
-from quantkit.methods.gguf import codebook_feedback
 from quantkit.methods.gguf import error_feedback as feedback
 from quantkit.methods.gguf.error_feedback import quantize_layer
 from quantkit.numerics.error_feedback import Feedback
@@ -105,7 +104,7 @@ def slow_values(kind, weight, hessian, packed):
 
 @pytest.mark.parametrize("name", slow_but(QUICK, sorted(CODEBOOKS)))
 def test_points_are_those_of_the_slow_reference(name, monkeypatch):
-    monkeypatch.setattr(codebook_feedback, "ROWS", 2)  # more than one part of the rows
+    monkeypatch.setattr(feedback, "ROWS", 2)  # more than one part of the rows
     weight, hessian = layer_and_hessian(3, 512 if name == "IQ3_XXS" else 256)
     kind, grid = CODEBOOKS[name], ggml.quantize(name, weight.numpy(), importance_of(hessian))
     packed = quantize_layer(name, weight, Feedback(hessian.clone(), shrinkage=SHRINKAGE, damp_percent=DAMP))
@@ -132,6 +131,8 @@ def test_a_conversion_has_ggmls_types_and_its_own_codes(wide, artifact_of):
     artifacts = [artifact_of("gguf", "Q3_K_M", model=wide, rounding=kind) for kind in ("nearest", "gptq")]
     plain, ours = (file_in(artifact.folder) for artifact in artifacts)
     assert plain.stat().st_size == ours.stat().st_size
+    record = {"damp_percent": DAMP, "shrinkage": SHRINKAGE, "gptaq_share": 0.25, "ample_tokens": 80}
+    assert [artifact.manifest.options.get("error_feedback") for artifact in artifacts] == [None, record]
     theirs = tensors_of(plain)
     for name, value in tensors_of(ours).items():
         inside = name.startswith("model.layers.") and value.ndim == 2

@@ -16,7 +16,7 @@ from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import mixed_precision
-from quantkit.methods.gguf.target import candidates, free_tensors
+from quantkit.methods.gguf.mixed_precision import candidates, free_tensors
 from quantkit.recipe import ConvertRun, parse
 from quantkit.system.files import sha256_of
 from quantkit.system.sizes import parse_size
@@ -102,7 +102,7 @@ def test_iq_types_are_chosen_where_there_is_an_importance(wide, tmp_path):
     assert {"IQ2_XXS", "IQ3_XXS"} & {kind for name, kind in types_in(artifact).items() if name.startswith("blk.")}
     plan = make_plan(open_source(str(wide)), "auto")
     for tensor in free_tensors(plan)[0]:
-        kinds = set(candidates(plan, tensor))
+        kinds = set(candidates(tensor))
         assert {"IQ3_S", "IQ4_XS", "Q2_K", "Q8_0"} <= kinds
         assert bool(IMPORTANCE_ONLY & kinds) == (tensor.name not in ("token_embd.weight", "output.weight"))
 

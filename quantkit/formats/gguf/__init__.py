@@ -60,7 +60,7 @@ class _Reader:
 
     def types(self) -> Mapping[str, int]:
         """Tensors of the file by their type."""
-        from quantkit.formats.gguf.agreement import types_of
+        from quantkit.formats.gguf.check_manifest import types_of
 
         return types_of(self._path)
 
@@ -75,13 +75,13 @@ def _recognizes(path: Path) -> bool:
 
 
 def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    from quantkit.formats.gguf.agreement import tells
+    from quantkit.formats.gguf.check_manifest import recorded_options
 
-    return tells(artifact)
+    return recorded_options(artifact)
 
 
 def _refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    from quantkit.formats.gguf.agreement import refuse_tensors
+    from quantkit.formats.gguf.check_manifest import refuse_tensors
 
     refuse_tensors(config, shapes)
 
@@ -99,11 +99,9 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abst
 
 
 def _prepared(source: Source) -> Source:
-    from quantkit.formats.gguf.architectures.fitting import fitted
-    from quantkit.formats.gguf.architectures.hyperparameters import with_multipliers_inside
-    from quantkit.formats.gguf.plan import without_zero_biases
+    from quantkit.formats.gguf.prepared import prepared
 
-    return without_zero_biases(fitted(with_multipliers_inside(source)))
+    return prepared(source)
 
 
 FORMAT = Format(

@@ -1,19 +1,20 @@
 """A GGUF file as a source: every tensor dequantized by ggml, in transformers' names and row order.
 
-config.json is what transformers reads from the file's keys, with what it leaves out, or one that is given; it has to
-mean what the file says (config_check.py). The tokenizer is what transformers rebuilds from the file.
-It does not always split text as the source's did, so it is held against llama.cpp's ids; where they differ, the
-source's own tokenizer has to be given.
+config.json is what transformers reads from the file's keys, with what it leaves out, or one that is given. transformers
+reads some keys only in part, and a checkpoint with a wrong rope or without its biases loads and computes something
+else: so the file that would be written from the checkpoint must have the same keys. The tokenizer is what transformers
+rebuilds from the file. It does not always split text as the source's did, so it is held against llama.cpp's ids; where
+they differ, the source's own tokenizer has to be given.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.checkpoints.side_files import copy_side_files
 from quantkit.data.texts import sample_text
 from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError
-from quantkit.formats.gguf.architectures.fitting import ROWS, TABLE
 from quantkit.formats.gguf.architectures.known import KNOWN
-from quantkit.formats.gguf.config_check import own_keys, refuse_other_meaning
+from quantkit.formats.gguf.plan import IGNORED, make_plan
+from quantkit.formats.gguf.prepared import ROWS, TABLE
 from quantkit.formats.gguf.reader import headers_of, read_file, rope_divisors
+from quantkit.formats.gguf.shapes import EXPERTS, KEY_HEADS, KEY_LENGTH, ROTATED, VALUE_LENGTH
 from quantkit.formats.gguf.tokenizer.llama_cpp_ids import llama_cpp_ids
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
 from quantkit.models.config import load_tokenizer
+from quantkit.models.skeleton import open_skeleton, refuse_shapes, source_name
 from quantkit.models.source import Source
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import read_object, shown, told
@@ -47,6 +50,11 @@ GIVE_CONFIG = "Give the source's config.json with --config, an option of `quantk
 SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
 SAMPLE = 20_000  # characters of the bundled articles
 FLOAT_TYPES = {"F32", "F16", "BF16"}
+# What llama.cpp takes where a file says nothing.
+SILENT: Mapping[str, Any] = {"rope.freq_base": 10000.0, "rope.freq_base_swa": 10000.0, "attention.sliding_window": 0}
+# Keys that say nothing of what is computed, or nothing that others do not.
+IDLE = ("vocab_size", "rope.scaling.finetuned")
+CLOSE = 1e-6  # relative; files hold float32
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's names and transformers'
 
 
@@ -67,7 +75,9 @@ class GgufCheckpoint(Source):
         self._tokenizer_folder = tokenizer_folder
         keys = self._headers[0].keys
         shapes = {name: rows.shape for name, rows in self._rows.items()}
-        self.tensors = {name: TensorInfo(path.name, "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
+        self.tensors = {
+            name: TensorInfo(path.name, "F32", shape, 0, 4 * math.prod(shape)) for name, shape in shapes.items()
+        }
         self.config = _given(config) if config is not None else _from_keys(path, keys, shapes)
         # A file with a head of its own may have rounded it otherwise than the embedding.
         row = KNOWN.get(self.config["model_type"])
@@ -76,7 +86,7 @@ class GgufCheckpoint(Source):
         self.config |= {ROWS: shapes[TABLE][0]} if TABLE in shapes else {}  # and as many rows as tokens
         try:
             with told(f"{path} cannot be read as a checkpoint", ArtifactError, GIVE_CONFIG):
-                refuse_other_meaning(self, keys, rope_divisors(path))
+                _refuse_other_meaning(self, keys, rope_divisors(path))
         except (SourceError, UnsupportedError) as error:
             raise UnsupportedError(
                 f"{path} as a checkpoint would compute something else: {str(error).rstrip('.')}. {GIVE_CONFIG}"
@@ -161,7 +171,7 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
     ):
         settings = AutoConfig.from_pretrained(alone.parent, gguf_file=alone.name)
         config: dict[str, Any] = json.loads(settings.to_json_string(use_diff=False))
-    own = own_keys(keys)
+    own = _own_keys(keys)
     config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
     if isinstance(tokens := keys.get("tokenizer.ggml.tokens"), list):
         config["vocab_size"] = len(tokens)
@@ -200,3 +210,44 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
             f"{path}: the tokenizer that transformers rebuilds from it gives other ids than llama.cpp. {fix}"
         )
     return rebuilt
+
+
+def _own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a file's own architecture, without its name in front."""
+    prefix = f"{keys['general.architecture']}."
+    return {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
+
+
+def _refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError where the checkpoint `source` is not what a GGUF file with these keys computes.
+
+    `factors` are the file's rope divisors by name. Raises SourceError where tensors are missing.
+    """
+    plan = make_plan(source, "F32")
+    name = plan.architecture.name
+    if name != keys["general.architecture"]:
+        raise UnsupportedError(f"its config.json is of the architecture {name}")
+    given, meant, heads = _own_keys(keys), plan.shape.keys, plan.shape.heads
+    head = plan.shape.hidden // heads.query
+    silent = {**SILENT, ROTATED: heads.size, KEY_HEADS: heads.query, KEY_LENGTH: head, VALUE_LENGTH: head, EXPERTS: 0}
+    for key in sorted((meant.keys() | given.keys()) - set(IDLE)):
+        says, means = given.get(key, silent.get(key)), meant.get(key, silent.get(key))
+        if not _same(says, means):
+            raise UnsupportedError(f"the file says {key} = {says}, its config.json means {means}")
+    if factors.keys() != plan.shape.factors.keys() or not all(
+        np.allclose(values, factors[k], rtol=CLOSE, atol=0) for k, values in plan.shape.factors.items()
+    ):
+        raise UnsupportedError("the file's rope has other divisors than its config.json means")
+    skeleton = open_skeleton(source.config)
+    refuse_shapes(source, skeleton)
+    used = {source_name(source, skeleton, parameter) for parameter in skeleton.parameter_names()}
+    if unused := [tensor for tensor in source.tensors if tensor not in used and not tensor.endswith(IGNORED)]:
+        raise UnsupportedError(f"the file has a tensor for {unused[0]}, its config.json has none")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if {type(one), type(other)} <= {int, float}:
+        return math.isclose(one, other, rel_tol=CLOSE)
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

@@ -8,15 +8,16 @@ another.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.ggml.library import block_type
+from quantkit.system.sizes import bits_per_weight
 from quantkit.untrusted import shown, told
 
 VERSIONS = (2, 3)
@@ -32,6 +33,7 @@ LONGEST_STRING = 1 << 24  # bytes
 LONGEST_NAME = 1 << 12  # bytes of a key or a tensor's name
 LARGEST = 1 << 28  # bytes of a header
 FIX = "Convert or fetch it again."
+SHOWN_ITEMS = 3  # of a list among the keys, to people
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class Stored:
     @property
     def weights(self) -> int:
         """Number of values."""
-        return prod(self.shape)
+        return math.prod(self.shape)
 
     @property
     def rows(self) -> int:
         """Number of rows, of all matrices together."""
-        return prod(self.shape[:-1])
+        return math.prod(self.shape[:-1])
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class _Parser:
         if 0 in shape:
             raise ValueError(f"the tensor {name} has the shape {shape}")
         try:
-            return prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1])
+            return math.prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1])
         except (ValueError, KeyError):
             raise ArtifactError(
                 f"{self._path}: the tensor {name} has rows of {shape[-1]}, which {kind} cannot hold"
@@ -208,3 +210,69 @@ class _Parser:
 
 def _padded(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Share:
+    """All tensors of one type together."""
+
+    tensors: int
+    weights: int
+    nbytes: int
+
+
+class Contents(Header):
+    """A file's keys, lists cut to what fits on a screen, and its tensors in the order of the file."""
+
+    @property
+    def weights(self) -> int:
+        """Of all tensors together."""
+        return sum(t.weights for t in self.tensors)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the whole file, as an artifact's manifest has it."""
+        return bits_per_weight(self.path.stat().st_size, self.weights)
+
+    @property
+    def tensor_bits_per_weight(self) -> float:
+        """Of its tensors without keys and tokenizer, which llama.cpp calls BPW."""
+        return bits_per_weight(sum(t.nbytes for t in self.tensors), self.weights)
+
+    def shares(self) -> dict[str, Share]:
+        """By type, the one with the most weights first."""
+        shares: dict[str, Share] = {}
+        for t in self.tensors:
+            before = shares.get(t.type, Share(0, 0, 0))
+            shares[t.type] = Share(before.tensors + 1, before.weights + t.weights, before.nbytes + t.nbytes)
+        return dict(sorted(shares.items(), key=lambda item: -item[1].weights))
+
+    def to_values(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "keys": self.keys,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "tensor_bits_per_weight": round(self.tensor_bits_per_weight, 4),
+            "types": {name: vars(share) for name, share in self.shares().items()},
+            "tensors": [{name: value for name, value in vars(t).items() if name != "start"} for t in self.tensors],
+        }
+
+
+def contents_of(path: Path) -> Contents:
+    """Read keys and tensor list of `path`, or of the one GGUF file in that folder; raises ArtifactError."""
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(files) != 1:
+        raise ArtifactError(f"{path} holds {len(files)} GGUF files. Give one file.")
+    header = read_header(files[0])
+    return Contents(files[0], {name: _shown(value) for name, value in header.keys.items()}, header.tensors)
+
+
+def _shown(value: Any) -> Any:
+    """A key's value, as text what JSON has no number for; of a long list the first items and its length."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list) and len(value) <= SHOWN_ITEMS:
+        return [_shown(item) for item in value]
+    if not isinstance(value, list):
+        return value
+    return f"{', '.join(map(str, value[:SHOWN_ITEMS]))}, ... ({len(value)} in all)"

@@ -145,7 +145,7 @@ def importance_from(path: Path, plan: Plan) -> Values:
         if tensor.name not in values or block_of(tensor.name) < 0 or stays_float(tensor.name, len(tensor.shape)):
             continue
         size = len(tensor.parts) * tensor.shape[-1]
-        if plan.is_of_heads(tensor) and values[tensor.name].size != size:
+        if tensor.is_of_heads and values[tensor.name].size != size:
             continue  # llama-imatrix measures each head, and a plan has one row for all
         if values[tensor.name].size != size:
             raise RecipeError(

@@ -13,19 +13,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.floats import to_float32
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
-from quantkit.formats.gguf.architectures.expected_shapes import is_flat
-from quantkit.formats.gguf.architectures.row_orders import RowReader, in_order
-from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS
 from quantkit.formats.gguf.file_types import TABLES
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
@@ -151,7 +146,7 @@ def _weights(file: GgufFile, importance: Importance, partial: bool) -> dict[str,
         if not missing:
             rows = np.stack([without_silent_runs(importance[part]) for part in tensor.parts])
             weights[tensor.name] = rows if tensor.columns is None else rows[:, tensor.columns]
-        elif file.plan.is_weighted(tensor) and not partial:
+        elif tensor.is_weighted and not partial:
             raise SourceError(f"{file.source.model}: the calibration gave no importance for {missing[0]}")
     return weights
 
@@ -164,7 +159,7 @@ def _add_keys(writer: Any, file: GgufFile) -> None:
     writer.add_name(model_name(file.source))
     writer.add_size_label(gguf.size_label(file.source.parameters, 0, 0, 0))
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for name, value in plan.shape.all_keys.items():
+    for name, value in plan.shape.keys.items():
         add.get(type(value), writer.add_array)(f"{plan.architecture.name}.{name}", value)
     for key, names in plan.scalars.items():
         writer.add_array(key, [float(plan.source.floats(name).reshape(-1)[0]) for name in names])
@@ -201,12 +196,8 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
             ready = spool.names() if spool is not None else set()
             for tensor in file.plan.tensors:
                 if spool is not None and tensor.parts and ready >= tensor.parts.keys():
-                    rows = np.concatenate([spool.get(part).numpy() for part in tensor.parts])
-                    if tensor.shift or tensor.factor != 1:  # of a norm, whose rows are one float32 each
-                        values = rows.view(np.float32) * np.float32(tensor.factor)
-                        rows = (values + np.float32(tensor.shift)).view(np.uint8)
                     yield from _drain(waiting)
-                    yield tensor, rows if tensor.order is None else rows[tensor.order]
+                    yield tensor, _spooled(tensor, spool)
                     continue
                 for slab, part in _slabs(file, tensor):
                     importance = weights[tensor.name][part] if tensor.name in weights else None
@@ -216,6 +207,16 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
         finally:
             for _, future in waiting:
                 future.cancel()
+
+
+def _spooled(tensor: PlannedTensor, spool: Spool) -> NDArray[np.uint8]:
+    """Rows that are packed already, in the order of the file."""
+    rows, slot = np.concatenate([spool.get(part).numpy() for part in tensor.parts]), tensor.slot
+    assert slot is not None  # it has parts
+    if slot.transform.shift or slot.factor != 1:  # of a norm, whose rows are one float32 each
+        values = rows.view(np.float32) * np.float32(slot.factor)
+        rows = (values + np.float32(slot.transform.shift)).view(np.uint8)
+    return rows if slot.rows is None else rows[slot.rows]
 
 
 def _drain(waiting: Waiting, left: int = 0) -> Packed:
@@ -242,30 +243,15 @@ def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.f
     if tensor.values is not None:
         yield tensor.values.reshape(1, -1), 0
         return
-    if not tensor.parts:  # zeros
+    if not tensor.parts or tensor.slot is None:  # zeros
         step = max(1, SLAB_BYTES // (4 * tensor.shape[-1]))
         for start in range(0, tensor.rows, step):
             yield np.zeros((min(step, tensor.rows - start), tensor.shape[-1]), np.float32), 0
         return
     rows, columns = tensor.rows // len(tensor.parts), tensor.shape[-1]
-    unit = 1 if tensor.order is None else file.plan.shape.head_dim
+    unit = 1 if tensor.slot.rows is None else file.plan.shape.heads.size
     step = max(1, SLAB_BYTES // (4 * columns) // unit) * unit
     for part, name in enumerate(tensor.parts.values()):
-        read = _rows_of(file.plan.source, name, tensor)
+        read = tensor.slot.to_file(file.plan.source, name)
         for start in range(0, rows, step):
             yield np.ascontiguousarray(read(start, min(start + step, rows))), part
-
-
-def _rows_of(source: Source, name: str, tensor: PlannedTensor) -> RowReader:
-    """Reads rows of the file, float32, of the checkpoint's tensor `name`."""
-    if len(source.info(name).shape) == 1 or is_flat(tensor.name):
-        values = source.floats(name).reshape(-1) * np.float32(tensor.factor) + np.float32(tensor.shift)
-        values = values if tensor.function is None else FUNCTIONS[tensor.function][0](values)
-        ordered = values if tensor.order is None else values[tensor.order]
-        return lambda _start, _stop: ordered.reshape(1, -1)
-    if tensor.transposed:
-        whole, dtype = source.stored(name), source.tensors[name].dtype
-        return lambda start, stop: to_float32(whole[:, start:stop].T, dtype)
-    read = in_order(partial(source.floats, name), tensor.order)
-    columns = slice(None) if tensor.columns is None else tensor.columns
-    return lambda start, stop: read(start, stop).reshape(stop - start, -1)[:, columns]

@@ -15,9 +15,7 @@ from pydantic import BeforeValidator, Field
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, near_miss
-from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.record import FIXED_EPSILON
-from quantkit.formats.gguf.architectures.rope import rounds_yarn
 from quantkit.formats.gguf.file_types import (
     DEFAULT,
     EMBEDDING,
@@ -30,14 +28,17 @@ from quantkit.formats.gguf.file_types import (
     given_type,
 )
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
+from quantkit.formats.gguf.hyperparameters import ignored_window
 from quantkit.formats.gguf.imatrix import importance_from, unweighted
 from quantkit.formats.gguf.plan import Plan, guesses_further
+from quantkit.formats.gguf.rope import rounds_yarn
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
-from quantkit.methods.gguf.target import refuse_target, target_of, write_types
+from quantkit.methods.gguf.mixed_precision import choose, refuse_target, target_of, work_bytes, write_types
 from quantkit.models.config import keep_tokenizer
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
 
+RECORD = "error_feedback"  # what manifests call the constants of error_feedback.py
 BFLOAT16 = 2  # bytes of a value that flows through the blocks
 FLOAT32 = 4  # bytes of one that importance is summed of
 
@@ -80,6 +81,21 @@ class Options(Strict):
     output_tensor_type: str | None = Field(None, description="type of an output head that is not tied to the embedding")
 
     @property
+    def feedback(self) -> bool:
+        """Whether codes are chosen with error feedback."""
+        return self.rounding == "gptq"
+
+    @property
+    def targeted(self) -> bool:
+        """Whether types are chosen by what they harm."""
+        return any(target is not None for target in (self.target_size, self.target_bpw, self.target_kld))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration text is needed."""
+        return self.imatrix or self.feedback or self.targeted
+
+    @property
     def types(self) -> dict[str, str]:
         """The types that are given for single tensors, by regular expression, the last one that is found counting."""
 
@@ -98,11 +114,11 @@ def check(job: Job) -> Checked:
     Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not follow,
     SourceError for an incomplete checkpoint, RecipeError for options that contradict each other or change nothing.
     """
-    options, bits, feedback = job.options, job.bits, _with_feedback(job)
-    if options.imatrix and bits in UNWEIGHTED:
-        raise RecipeError(f"the option imatrix changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
-    if feedback and bits in UNWEIGHTED:
-        raise RecipeError(f"rounding gptq changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
+    options: Options = job.options
+    bits, feedback = job.bits, options.feedback
+    for what, given in (("the option imatrix", options.imatrix), ("rounding gptq", feedback)):
+        if given and bits in UNWEIGHTED:
+            raise RecipeError(f"{what} changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
     if bits in WEIGHTED_ONLY and not (options.imatrix or options.imatrix_file or feedback):
         raise RecipeError(f"{bits} is made only with an importance. Add --imatrix, --imatrix-file or --rounding gptq.")
     if options.imatrix_file is not None and (options.imatrix or feedback or bits in UNWEIGHTED):
@@ -110,7 +126,7 @@ def check(job: Job) -> Checked:
         raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
     _refuse_types(options)
     split_bytes = 0 if options.split_max_size is None else parse_size(options.split_max_size, "split_max_size")
-    weighted = options.imatrix_file is not None or _calibrated(options)
+    weighted = options.imatrix_file is not None or options.calibrated
     file = plan_file(job.source, bits, options.types, split_bytes, weighted)
     _refuse_without_importance(job, file)
     if options.output_tensor_type is not None and OUTPUT not in file.plan.choices:
@@ -120,9 +136,8 @@ def check(job: Job) -> Checked:
         )
     notes = (*file.vocabulary.algorithm.notes, *_importance_notes(job, file))
     if options.vocab_only:
-        given = sorted(job.recipe.options.keys() - {"vocab_only"})
-        if given:
-            raise RecipeError(f"vocab_only writes no tensor, so {given[0]} changes nothing. Leave one of them out.")
+        if others := sorted(job.recipe.options.keys() - {"vocab_only"}):
+            raise RecipeError(f"vocab_only writes no tensor, so {others[0]} changes nothing. Leave one of them out.")
         return Checked(file.metadata_bytes, notes=notes, plan=file)
     target = target_of(job, file.metadata_bytes)
     if options.split_max_size is not None and split_bytes < 1:
@@ -132,13 +147,11 @@ def check(job: Job) -> Checked:
             raise RecipeError(f"tensor_type: the pattern {pattern!r} is found in no tensor's name.")
     nbytes = file.plan.tensor_bytes
     if target is not None:
-        from quantkit.methods.gguf.mixed_precision import work_bytes
-
         refuse_target(file.plan, target)
         nbytes = (nbytes if target.nbytes is None else max(target.nbytes, 0)) + work_bytes(job, file.plan)
-    if _calibrated(options):
+    if options.calibrated:
         nbytes += _work_bytes(job, file.plan)
-        if any(map(file.plan.is_of_heads, file.plan.tensors)):
+        if any(tensor.is_of_heads for tensor in file.plan.tensors):
             notes = (*notes, "what heads make of the latent values is rounded without the calibration")
     notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file), *_outside_notes(job, file.plan))
     return Checked(nbytes + file.metadata_bytes, notes=notes, plan=file)
@@ -149,7 +162,7 @@ def _work_bytes(job: Job, plan: Plan) -> int:
     spec, hidden = job.recipe.calibration, plan.shape.hidden
     tokens = spec.sequences * spec.length
     between = tokens * hidden * BFLOAT16
-    if not _with_feedback(job):
+    if not job.options.feedback:
         return between
     blocks = [tensor for tensor in plan.tensors if tensor.name.startswith("blk.") and len(tensor.shape) > 1]
     inside = tokens * (2 * hidden + max([3 * hidden, *(tensor.shape[-1] for tensor in blocks)])) * BFLOAT16
@@ -169,15 +182,15 @@ def _engine_notes(file: GgufFile) -> list[str]:
         )
     if file.plan.architecture.differs:
         notes.append(file.plan.architecture.differs)
-    epsilon = file.plan.shape.keys.get("attention.layer_norm_rms_epsilon")
-    if (what := file.plan.architecture.fixed_epsilon) and epsilon != FIXED_EPSILON:
+    keys, row = file.plan.shape.keys, file.plan.architecture
+    epsilon = keys.get("attention.layer_norm_rms_epsilon")
+    if row.fixed_epsilon and epsilon != FIXED_EPSILON:
         notes.append(
-            f"llama.cpp takes the epsilon {epsilon:g} for the {what}, the source {FIXED_EPSILON:g}: they differ a "
-            "little"
+            f"llama.cpp takes the epsilon {epsilon:g} for the {row.fixed_epsilon}, the source {FIXED_EPSILON:g}: they "
+            "differ a little"
         )
-    scaling = file.plan.shape.keys.get("rope.scaling.type")
-    if scaling == "longrope":
-        original = file.plan.shape.keys["rope.scaling.original_context_length"]
+    if keys.get("rope.scaling.type") == "longrope":
+        original = keys["rope.scaling.original_context_length"]
         notes.append(
             f"llama.cpp takes the rope's long factors where its context has more than {original} tokens, transformers "
             "where the text has: give -c accordingly"
@@ -203,10 +216,6 @@ def _outside_notes(job: Job, plan: Plan) -> list[str]:
     ]
 
 
-def _with_feedback(job: Job) -> bool:
-    return bool(job.options.rounding == "gptq")
-
-
 def _refuse_types(options: Options) -> None:
     types = options.tensor_type or {}
     named: dict[str, str | None] = {f"tensor_type: {pattern}": kind for pattern, kind in types.items()}
@@ -226,11 +235,11 @@ def _refuse_without_importance(job: Job, file: GgufFile) -> None:
     """Raise RecipeError for tensors whose types need an importance that there will not be."""
     bare = [tensor for tensor in file.plan.tensors if tensor.type in IMPORTANCE_ONLY]
     if file.weighted:
-        bare = [tensor for tensor in bare if not file.plan.is_weighted(tensor)]
+        bare = [tensor for tensor in bare if not tensor.is_weighted]
     if not bare:
         return
     tensor, fix = bare[0], "Add --imatrix, --imatrix-file or --rounding gptq."
-    if not file.plan.is_weighted(tensor):
+    if not tensor.is_weighted:
         fix = "No importance is measured for it: give it another type, by --tensor-type or those of embedding and head."
     raise RecipeError(
         f"{job.source.model}: {tensor.type} is made only with an importance, and {tensor.name} has none"
@@ -266,14 +275,16 @@ def write(job: Job, run: Run) -> None:
     if job.options.vocab_only:
         write_vocabulary(file, run)
         return
-    targeted = _targeted(job.options)
-    if targeted:
-        file = _with_chosen_types(job, run, file)
+    if (target := target_of(job, file.metadata_bytes)) is not None:
+        types: Any = run.findings.options.get("tensor_type") or choose(job, run, file.plan, target)
+        run.findings.options["tensor_type"] = types  # of a run that is taken up again
+        file = file.with_types(types)
         write_types(job, run)
-    if _with_feedback(job):
+    if job.options.feedback:
         from quantkit.checkpoints.spool import Spool
-        from quantkit.methods.gguf.error_feedback import quantize_blocks
+        from quantkit.methods.gguf.error_feedback import RECORDED, quantize_blocks
 
+        run.findings.options[RECORD] = RECORDED
         spool = Spool(run.folder)
         try:
             quantize_blocks(job, run, file.plan, spool)
@@ -282,7 +293,7 @@ def write(job: Job, run: Run) -> None:
             spool.close()
     elif job.options.imatrix_file is not None:
         write_file(file, run, importance_from(Path(job.options.imatrix_file), file.plan), partial=True)
-    elif job.options.imatrix or targeted:
+    elif job.options.calibrated:
         from quantkit.calibration.importance import measure_importance
 
         write_file(file, run, file.plan.with_same_inputs(measure_importance(job, run)))
@@ -290,35 +301,20 @@ def write(job: Job, run: Run) -> None:
         write_file(file, run, {})
 
 
-def _with_chosen_types(job: Job, run: Run, file: GgufFile) -> GgufFile:
-    """The file with the types that its size asks for, chosen once and kept among the findings."""
-    if "tensor_type" not in run.findings.options:
-        from quantkit.methods.gguf.mixed_precision import choose
-
-        target = target_of(job, file.metadata_bytes)
-        assert target is not None  # its options are what calls this
-        run.findings.options["tensor_type"] = choose(job, run, file.plan, target)
-    types: Any = run.findings.options["tensor_type"]
-    return file.with_types(types)
-
-
-def _targeted(options: Options) -> bool:
-    return any(target is not None for target in (options.target_size, options.target_bpw, options.target_kld))
-
-
 def _calibrated(options: Options) -> bool:
-    return options.imatrix or options.rounding == "gptq" or _targeted(options)
+    return options.calibrated
 
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     """Of what is calibrated; all else is written some rows at a time."""
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq
+    from quantkit.methods.gguf.error_feedback import GPTAQ_SHARE
 
-    further = peak_bytes(job.recipe.calibration, shapes, with_head=True) if _targeted(job.options) else {}
-    if not _with_feedback(job):
+    further = peak_bytes(job.recipe.calibration, shapes, with_head=True) if job.options.targeted else {}
+    if not job.options.feedback:
         return PeakMemory(1, work=2 * FLOAT32 * job.batch_tokens * shapes.widest, further=further)
-    streams = gptq.streams(job, shapes, gptq.exact_share(gptq.Options()))
+    streams = gptq.streams(job, shapes, GPTAQ_SHARE)
     return PeakMemory(streams, suspended=True, work=gptq.feedback_bytes(shapes, job.device), further=further)
 
 
@@ -336,4 +332,5 @@ METHOD = Method(
     calibrated=_calibrated,
     needs_torch=_calibrated,
     peak_memory=_peak_memory,
+    records=(RECORD,),
 )

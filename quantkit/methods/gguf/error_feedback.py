@@ -3,7 +3,10 @@
 Each linear layer's blocks are first quantized by ggml itself, weighted by the inputs' mean squares. On that grid the
 codes are then chosen anew, column by column, each error fed forward through the inputs' Hessian
 (numerics/error_feedback.py), on inputs from the layers quantized before (true sequential, GPTAQ). Then the scales
-follow (ggml/scale_refit.py). IQ2 and IQ3 types: codebook_feedback.py.
+follow (ggml/scale_refit.py).
+
+IQ2 and IQ3 types: each 8 (IQ3_S: 4) columns are rounded together to a point of a table. The nearest is searched among
+all points, weighed by what an error of these columns costs after feedback, errors that make each other good included.
 """
 
 from __future__ import annotations
@@ -21,19 +24,26 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.ggml import library as ggml
-from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
+from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS, SIGN_RUN, Codebook
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, Floats, KQuant, read_grid, with_codes
-from quantkit.formats.gguf.ggml.scale_refit import refit
+from quantkit.formats.gguf.ggml.scale_refit import refit, refit_factors
 from quantkit.formats.gguf.imatrix import without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
-from quantkit.methods import gptq
-from quantkit.methods.gguf.codebook_feedback import with_feedback
+from quantkit.methods.gptq import SLAB_ELEMENTS
 from quantkit.models.skeleton import load
-from quantkit.numerics.error_feedback import Feedback, round_columns
+from quantkit.numerics.error_feedback import Feedback, round_columns, round_groups
 from quantkit.numerics.second_moments import permuted
 from quantkit.numerics.slabs import rows_together
 
+# Shares of the Hessian's mean diagonal, and of each diagonal entry, that are added to it.
+DAMP_PERCENT, SHRINKAGE = 0.01, 0.5
+GPTAQ_SHARE = 0.25  # of the calibration sequences, which also go through the unquantized model
+AMPLE_TOKENS = 80  # every second token counts where this many a column are left so
+RECORDED = {
+    "damp_percent": DAMP_PERCENT, "shrinkage": SHRINKAGE, "gptaq_share": GPTAQ_SHARE, "ample_tokens": AMPLE_TOKENS
+}  # fmt: skip
 TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
+ROWS = 256  # whose products with all points of a table are in memory
 
 
 def quantize_blocks(job: Job, run: Run, plan: Plan, spool: Spool) -> None:
@@ -41,11 +51,9 @@ def quantize_blocks(job: Job, run: Run, plan: Plan, spool: Spool) -> None:
 
     Goes on after the blocks that `spool` holds already.
     """
-    defaults = gptq.Options()
     tensors = {part: tensor for tensor in plan.tensors for part in tensor.parts}
-    share = gptq.exact_share(defaults)
     restore = partial(_finished, tensors, spool)
-    for block in walk(job, run, exact=share, ample=defaults.ample_tokens, restore=restore):
+    for block in walk(job, run, exact=GPTAQ_SHARE, ample=AMPLE_TOKENS, restore=restore):
         block.for_each_group(partial(_quantize_group, job, block, tensors, spool))
         spool.finish_block(block.index, run.findings.to_values())
 
@@ -73,10 +81,12 @@ def _quantize_group(
 
 def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
     """What the group's inputs say, of columns in the order of the file."""
-    moments = group.hessian, group.cross, group.paired
-    if columns is None:
-        return Feedback(*moments)
-    return Feedback(*(None if moment is None else permuted(moment, columns) for moment in moments))  # type: ignore[arg-type]
+    hessian, cross, paired = (
+        moment if moment is None or columns is None else permuted(moment, columns)
+        for moment in (group.hessian, group.cross, group.paired)
+    )
+    assert hessian is not None
+    return Feedback(hessian, cross, paired, shrinkage=SHRINKAGE, damp_percent=DAMP_PERCENT)
 
 
 def _values(tensor: PlannedTensor, packed: Bytes) -> torch.Tensor:
@@ -95,7 +105,7 @@ def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
     mean_squares = moments.importance.cpu().to(torch.float32)
     # Inputs that never fire count a little: ggml turns weights without importance to zero.
     importance = without_silent_runs((mean_squares + 1e-6 * mean_squares.mean() + 1e-30).numpy())
-    slabs = weight.split(rows_together(weight, gptq.SLAB_ELEMENTS))
+    slabs = weight.split(rows_together(weight, SLAB_ELEMENTS))
     return np.concatenate([_rows(name, slab, importance, moments) for slab in slabs])
 
 
@@ -105,7 +115,7 @@ def _rows(name: str, weight: torch.Tensor, importance: Floats, moments: Feedback
     if name in KQUANTS:
         return _with_feedback(KQUANTS[name], packed, target, moments)
     if name in CODEBOOKS:
-        return with_feedback(CODEBOOKS[name], packed, target, moments)
+        return _with_points(CODEBOOKS[name], packed, target, moments)
     return packed
 
 
@@ -146,3 +156,83 @@ def _finished(
         return None
     done = [name for name in spool.names() if name.startswith(prefix)]
     return {name: _values(tensors[name], spool.get(name).numpy()) for name in done}
+
+
+def _with_points(codebook: Codebook, packed: Bytes, target: torch.Tensor, moments: Feedback) -> Bytes:
+    """Packed rows (n, bytes) of ggml's with points, signs and factors for `target` (n, K) float32."""
+    size = SIGN_RUN if codebook.even else codebook.size  # signs that count together are chosen together
+    order, factor = moments.by_group(size)
+    rounding = _Rounding(codebook, torch.from_numpy(codebook.scales(packed)).to(target.device), order)
+    round_groups(target.index_select(1, order).T.contiguous(), factor, size, rounding.nearest)
+    rounded = codebook.with_points(packed, rounding.indices(), rounding.signs())
+    return refit_factors(codebook, rounded, target, moments.hessian)
+
+
+class _Rounding:
+    """Points and signs of n rows as they are chosen; `scales` (n, K / run) are ggml's, `order` (K,) that of columns."""
+
+    def __init__(self, codebook: Codebook, scales: torch.Tensor, order: torch.Tensor) -> None:
+        rows, device = len(scales), scales.device
+        self._codebook, self._scales, self._columns = codebook, scales, order.tolist()
+        self._table = torch.from_numpy(codebook.table()).to(device)
+        first, second = torch.triu_indices(codebook.size, codebook.size, 1, device=device)
+        self._pairs = first, second
+        # What a point's error is linear in: its values, products of two of them, and of each with itself.
+        squares = torch.cat([self._table[:, first] * self._table[:, second], self._table.square()], 1)
+        self._features = torch.cat([self._table, squares], 1).T.contiguous()
+        self._indices = torch.zeros(rows, len(order) // codebook.size, dtype=torch.int32, device=device)
+        self._minus = torch.zeros(rows, len(order), dtype=torch.bool, device=device)
+
+    def indices(self) -> np.ndarray:
+        """(n, K / size) uint16."""
+        return self._indices.cpu().numpy().astype(np.uint16)
+
+    def signs(self) -> Bytes:
+        """(n, K / 8) uint8."""
+        return np.packbits(self._minus.cpu().numpy(), axis=1, bitorder="little")
+
+    def nearest(self, first: int, moved: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
+        """Round columns `first` .. of the order: moved (columns, n) to values of the same shape."""
+        column, count = self._columns[first], len(moved)
+        values = torch.empty_like(moved)
+        for at in range(0, moved.shape[1], ROWS):
+            rows = slice(at, at + ROWS)
+            scale = self._scales[rows, column // self._codebook.run, None]
+            x = torch.where(scale == 0, 0.0, moved[:, rows].T / scale)
+            minus = x < 0
+            if self._codebook.even:
+                cheapest = (x.abs() * metric.diagonal()).argmin(1, keepdim=True)
+                odd = (minus.sum(1, keepdim=True) % 2).bool()
+                minus.scatter_(1, cheapest, minus.gather(1, cheapest) ^ odd)
+            points = self._points(x, torch.where(minus, -1.0, 1.0), metric, rows, column // self._codebook.size)
+            self._minus[rows, column : column + count] = minus
+            values[:, rows] = (points * scale).T
+        return values
+
+    def _points(
+        self, x: torch.Tensor, signs: torch.Tensor, metric: torch.Tensor, rows: slice, index: int
+    ) -> torch.Tensor:
+        """Points with signs (r, columns) near x: of several points each is chosen anew once the others are there."""
+        size = self._codebook.size
+        error = torch.zeros_like(x)
+        parts = [slice(k, k + size) for k in range(0, x.shape[1], size)]
+        for part in parts + parts[:-1]:
+            error[:, part] = 0
+            cross = error @ metric[:, part]
+            chosen = self._best(x[:, part], signs[:, part], metric[part, part], cross)
+            self._indices[rows, index + part.start // size] = chosen.to(torch.int32)
+            error[:, part] = x[:, part] - signs[:, part] * self._table[chosen]
+        return x - error
+
+    def _best(self, x: torch.Tensor, signs: torch.Tensor, metric: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+        """Which point p (r,) has the least e metric e^T + 2 e cross^T, e = x - signs * p, of all points."""
+        first, second = self._pairs
+        linear = (x @ metric + cross) * signs * -2
+        pairs = signs[:, first] * signs[:, second] * (2 * metric[first, second])
+        squares = metric.diagonal().expand(len(x), -1)
+        return _least(torch.cat([linear, pairs, squares], 1) @ self._features)
+
+
+def _least(scores: torch.Tensor) -> torch.Tensor:
+    """Where each row (r, P) is least. On a CPU numpy takes a tenth of torch's time."""
+    return torch.from_numpy(scores.numpy().argmin(1)) if scores.device.type == "cpu" else scores.argmin(1)

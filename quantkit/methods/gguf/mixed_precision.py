@@ -1,33 +1,101 @@
 """A size instead of a name: the type of each tensor chosen by what it costs and what it harms.
 
-The harm of each type in each tensor is estimated once from a few calibration sequences (sensitivity.py) and kept in
-the user's cache; an integer programme then shares out the bytes (numerics/allocation.py).
+The harm of each type in each tensor is estimated once from a few calibration sequences (sensitivity.py) and cached; an
+integer programme then shares out the bytes (numerics/allocation.py).
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from quantkit.calibration import sensitivity
-from quantkit.calibration.sensitivity import kept_sensitivities
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.errors import RecipeError
+from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float, stays_half
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.imatrix import without_silent_runs
-from quantkit.formats.gguf.plan import Plan
-from quantkit.methods.gguf.target import Target, candidates, free_tensors
-from quantkit.numerics.allocation import fewest_bytes, least_damage
-from quantkit.system.sizes import bits_per_weight
+from quantkit.formats.gguf.plan import Plan, PlannedTensor
+from quantkit.methods._budget.targets import given_target, write_recipe
+from quantkit.system.sizes import bits_per_weight, parse_size
 
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 1  # of what types make of weights; another one makes cached scores worthless
 INPUTS = "embedding_length_per_layer_input"
-VERSION = 1  # of what types make of weights; another one makes kept scores worthless
+FLOAT_TYPES = ("F16", "BF16", "F32")
+WIDEST = "Q8_0"  # of the types that are chosen from
+# Chosen from beside the K-quants. The others take long to be tried, and lie between these.
+CHOSEN_IQ = ("IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked for: at most `nbytes` of tensors, or at most `divergence` nats a token."""
+
+    nbytes: int | None = None
+    divergence: float | None = None
+
+
+def target_of(job: Job, other_bytes: int) -> Target | None:
+    """Return what the options ask for; `other_bytes` of a file are no tensors. Raises RecipeError."""
+    options = job.options
+    targets = ("target_size", "target_bpw", "target_kld")
+    if given_target(job, targets, ("tensor_type", "token_embedding_type", "output_tensor_type"), "types") is None:
+        return None
+    if options.target_kld is not None:
+        return Target(divergence=float(options.target_kld))
+    if options.target_size is not None:
+        return Target(nbytes=parse_size(options.target_size, "target_size") - other_bytes)
+    return Target(nbytes=int(options.target_bpw * job.source.parameters / 8) - other_bytes)
+
+
+def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
+    """Return the types that a tensor of the file may take, those that fit its rows; none where it stays as it is.
+
+    So does one whose sensitivity is not measured: matrices of single heads, and an indexer's.
+    """
+    if not tensor.is_measured or stays_float(tensor.name, len(tensor.shape)) or stays_half(tensor.name):
+        return ()
+    fitting = [kind for kind in TENSOR_TYPES if tensor.shape[-1] % ggml.block_type(kind).block == 0]
+    if not tensor.is_weighted:
+        fitting = [kind for kind in fitting if kind not in ggml.IMPORTANCE_ONLY]
+    if any(kind.endswith("_K") for kind in fitting):
+        return tuple(kind for kind in fitting if kind.endswith("_K") or kind in (*CHOSEN_IQ, WIDEST))
+    return tuple(kind for kind in fitting if kind not in FLOAT_TYPES)
+
+
+def free_tensors(plan: Plan) -> tuple[list[PlannedTensor], int]:
+    """Return the tensors whose type is to be chosen, and the bytes of all others."""
+    free = [tensor for tensor in plan.tensors if candidates(tensor)]
+    return free, plan.tensor_bytes - sum(tensor.padded() for tensor in free)
+
+
+def refuse_target(plan: Plan, target: Target) -> None:
+    """Raise RecipeError where no choice of types is as small as that."""
+    free, rest = free_tensors(plan)
+    least = rest + sum(min(tensor.padded(kind) for kind in candidates(tensor)) for tensor in free)
+    if target.nbytes is not None and least > target.nbytes:
+        raise RecipeError(
+            f"the smallest file has {least / 1e6:.1f} MB of tensors, and {max(target.nbytes, 0) / 1e6:.1f} MB are "
+            "asked for. Ask for more."
+        )
+
+
+def write_types(job: Job, run: Run) -> None:
+    """Put a recipe beside the file that gives these types again, with the weighting that the choice came with."""
+    chosen = {"tensor_type": run.findings.options["tensor_type"]}
+    write_recipe(job, run, chosen if job.options.rounding == "gptq" else {**chosen, "imatrix": True})
 
 
 def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
-    """The type of each tensor by its name in the file; tells what was chosen and the divergence that is estimated."""
+    """Return the type of each tensor by its name in the file; notes what was chosen and the estimated divergence."""
+    from quantkit.calibration.sensitivity import kept_sensitivities
+    from quantkit.numerics.allocation import fewest_bytes, least_damage
+
     free, rest = free_tensors(plan)
-    kinds = [candidates(plan, tensor) for tensor in free]
+    kinds = [candidates(tensor) for tensor in free]
     of_parts = {part: row for tensor, row in zip(free, kinds, strict=True) for part in tensor.parts}
     scores = kept_sensitivities(job, run, of_parts, _changed, f"ggml {VERSION}")
     nbytes = [[tensor.padded(kind) for kind in row] for tensor, row in zip(free, kinds, strict=True)]
@@ -54,14 +122,17 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
 
 
 def work_bytes(job: Job, plan: Plan) -> int:
-    """What the measurement puts into files while it runs."""
-    shape = plan.shape
-    inputs = shape.sizes.keys.get(INPUTS, 0)
+    """Return the bytes that the measurement puts into files while it runs."""
+    from quantkit.calibration import sensitivity
+
+    shape, inputs = plan.shape, plan.shape.number(INPUTS)
     return sensitivity.work_bytes(job.recipe.calibration, shape.blocks, shape.hidden, shape.vocabulary, inputs)
 
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
     """What ggml makes of a weight (N, K) float32."""
+    import torch
+
     weights = None if importance is None else without_silent_runs(importance.cpu().numpy())
     packed = ggml.quantize(kind, weight.cpu().contiguous().numpy(), weights)
     return torch.from_numpy(ggml.dequantize(kind, packed, weight.shape[1])).to(weight.device)

@@ -5,20 +5,9 @@ Not here: OPT and GPT-J, which llama.cpp cannot compute; vision towers; what a c
 
 from __future__ import annotations
 
-from quantkit.formats.gguf.architectures.rows import (
-    delta,
-    dense,
-    gemma,
-    indexed,
-    latent,
-    mixtures,
-    recurrent,
-    sparse,
-    windowed,
-)
+from quantkit.formats.gguf.architectures import dense, gemma, latent, mixtures, recurrent
 
-FAMILIES = (dense, delta, gemma, indexed, latent, mixtures, recurrent, sparse, windowed)
-KNOWN = {row.model_type: row for family in FAMILIES for row in family.ROWS}
+KNOWN = {row.model_type: row for family in (dense, gemma, mixtures, latent, recurrent) for row in family.ROWS}
 NO_GRAPH = (
     "aria_text", "axk1", "axk2", "beam", "biogpt", "cohere_compass_text", "ctrl", "diffllama", "flex_olmo", "flint",
     "gpt_neo", "gpt_neox_japanese", "gptj", "kolibri1", "lfm3", "modernbert-decoder", "nanochat", "olmo_hybrid", "opt",

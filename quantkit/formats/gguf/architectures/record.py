@@ -1,20 +1,29 @@
 """What is known of an architecture of transformers in llama.cpp, and the words that its rows share.
 
-Names of tensors in a file come from gguf's own name maps, or from `named`. What llama.cpp wants otherwise than
-transformers stores it is told by `orders` and `columns` (rows or columns in another order), `transposed`, `norm_shift`,
-`functions`, and by `experts` and `heads` (stacked into one tensor); what its code has fixed is in `fixed` and `checks`,
-so that a model that would load but compute something else is refused. Facts:
-https://github.com/ggml-org/llama.cpp, conversion/ and src/models/.
+A part is a tensor of a block by its name in transformers, without the block in front. A part with {expert} or {head} in
+its name is one for each of them, which a file has in one tensor. Facts: https://github.com/ggml-org/llama.cpp,
+conversion/ and src/models/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import reduce
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.formats.gguf.row_orders import KEY_HALVES, QUERY_HALVES, Order
+from quantkit.formats.gguf.shapes import Lengths
+
 Setting = str | Callable[[Any], Any]  # a field of the transformers configuration, or what is made of it
-Blocks = Callable[[Any, int], bool]  # of a configuration and a block's number: whether the block has something
+Condition = str | Callable[[Any, int], Any]  # the same, of a configuration and a block's number
+Parts = tuple[str, ...] | Mapping[str, str]  # with their names in the file, where those depend on the condition
+Values = NDArray[np.float32]
+Checks = tuple[Callable[[Any], str | None], ...]
+RequiredConfig = Mapping[str, tuple[Any, ...] | Callable[[Any], tuple[Any, ...]]]  # the values that a setting may have
 SILU = ("silu", "swish")
 # ggml has one GELU, the approximation with tanh; the exact one differs by less than 5e-4.
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -24,8 +33,8 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 FOUR_NORMS = (*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 EMBEDDING = "model.embed_tokens.weight"
+SLIDING, FULL = "sliding_attention", "full_attention"
 OUTSIDE = (EMBEDDING, "model.norm.weight")
-ROTARY = {"self_attn.q_proj": "query halves", "self_attn.k_proj": "key halves"}
 ROPES = ("default", "linear", "yarn")
 LLAMA_ROPES = (*ROPES, "llama3")
 FIXED_EPSILON = 1e-6  # of some norms in transformers, whatever config.json says
@@ -34,20 +43,61 @@ GRANITE_SCALES: dict[str, Setting] = {
     "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
     "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
-EXPERTS: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
-NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
-EXPERT_KINDS = ("gate", "down", "up")
+EXPERTS_USED: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
+NO_BIAS: RequiredConfig = {"attention_bias": (False,)}
+EQUAL_HEADS: RequiredConfig = {"num_key_value_heads": lambda config: (config.num_attention_heads,)}
+UNBIASED: RequiredConfig = {"hidden_act": SILU, **NO_BIAS}
+UNBIASED_MLP: RequiredConfig = {**UNBIASED, "mlp_bias": (False,)}
 # What a block lacks that takes the keys and values of an earlier one.
 OWN_KEYS = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+# What an expert's or a head's matrix is called, and the tensor of the file that has all of them.
+STACKED = {
+    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps", "keys": "attn_k_b", "values": "attn_v_b",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Function:
+    """What a file holds instead of a tensor's values, and the way back."""
+
+    to_file: Callable[[Values], Values]
+    from_file: Callable[[Values], Values]
+
+
+# The decay of a gated delta rule, whose logarithm is learned; without minus, where it is taken times below zero. What
+# is not finite is refused by whoever reads it.
+MINUS_EXP = Function(lambda values: -np.exp(values), lambda values: np.log(-values))
+EXP = Function(np.exp, np.log)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How a file holds a tensor otherwise than transformers: the same facts for writing and reading.
+
+    `rows` and `columns` are in another order. `transposed`: the source has it (in, out). A vector becomes `function` of
+    (vector * root + shift), where root is that of the quotient of two lengths, `sqrt_factors`. `source_shape` is the
+    shape of a vector that the source has with further dimensions of one, -1 for its length. `split`: its rows lie in
+    several tensors of the file, given by name, each with its rows.
+    """
+
+    rows: Order | None = None
+    columns: Order | None = None
+    transposed: bool = False
+    function: Function | None = None
+    shift: float = 0.0
+    sqrt_factors: tuple[str, str] | None = None
+    source_shape: tuple[int, ...] = (-1,)
+    split: Mapping[str, Order] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Stack:
     """A tensor of the checkpoint, `part` of a block, that holds a matrix or a bias of every expert or head.
 
-    `pieces` are the names that those get one by one, with {} for the number. A matrix has the rows of all pieces, one
-    after the other or, `interleaved`, taking turns; `transposed`: it lies (in, out). As many rows each of three
-    dimensions (of biases two), or of `rows` in a configuration and a block: then they lie below one another in two.
+    `pieces` are the parts that these are one by one. A matrix has the rows of all pieces, one after the other or,
+    `interleaved`, taking turns; `transposed`: it lies (in, out). As many rows each of three dimensions (of biases two),
+    or of `rows` in a configuration and a block: then they lie below one another in two.
     """
 
     part: str
@@ -58,78 +108,60 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """One architecture of transformers in llama.cpp.
+class Names:
+    """What transformers and llama.cpp call an architecture.
 
-    `name` is llama.cpp's. `blocks` is the dotted name of the list of blocks; `outside` are the tensors beside it, the
-    embedding first, `parts` those that a block must have, `optional` those that it has where a setting says so,
-    `either` groups of which one must be there, `some` those that only some blocks have, with their names in the file
-    where those depend on the block. `shapes` are those that differ from `expected_shapes.SHAPES`. `keys` are keys of
-    the file without the architecture's name in front, `scalars` further keys, which list the one value that a tensor
-    of each block has. `splits` are parts whose rows lie in several tensors of the file. `multipliers` are numbers of
-    a configuration that a part, or a tensor outside, is multiplied by, one or (rows, number) pairs: they are put into
-    the weights, and a file's configuration has `multiplied`. `roots`: a vector is multiplied in a file by the root of
-    one length of `expected_shapes` over another. `forms`: the shape of a vector that the source has with further
-    dimensions of one, -1 for its length.
-
-    `outside_optional` are tensors outside that a model has where a setting says so, `outside_stacks` those of a file
-    that hold several of the source. `mark` is a key of these files that those of another architecture of transformers
-    with llama.cpp's same name lack. `by_block`: heads and widths differ from block to block, and keys of the file list
-    them. `shares_keys`: the last blocks, as many as `num_kv_shared_layers` says, take keys and values of earlier ones;
-    what a checkpoint has in their place is left out, and with `zero_keys` llama.cpp wants it, looks at its shape alone,
-    and gets zeros.
+    `name_with_experts` is llama.cpp's name for one with experts, where it is another. `mark` is a key of these files
+    that the files of another architecture of transformers with llama.cpp's same name lack.
     """
 
     model_type: str
     name: str
+    _: KW_ONLY
+    name_with_experts: str = ""
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Which tensors a file has, by transformers' names, and what is done to them.
+
+    `blocks` is the dotted name of the list of blocks; `parts` are those that every block has, `per_block` those that
+    only some have. `outside` are the tensors beside the blocks, the embedding first, `outside_if` those that a model
+    has where a setting says so. Names in the file are those of gguf's own maps of `names_like` (none: of the
+    architecture), or of `gguf_names`. `stacks` are the tensors of a checkpoint that hold several parts, `shapes` the
+    shapes that differ from `shapes.SHAPES`. `same_inputs`: a part that nobody measures -> one with its inputs.
+
+    `transforms` are by the parts' names without ``.weight`` or ``.bias``; `norm_shift` is added to every norm that has
+    none. `multipliers` are numbers of a configuration that a part, or a tensor outside, is multiplied by, one or
+    (rows, number) pairs: they are put into the weights, and a file's configuration has `multiplied`. `scalars`: part
+    -> the key that lists the one value that a tensor of each block has, and its shape.
+
+    `head_always`: llama.cpp wants a head of its own also where it is tied. `shares_keys`: the last blocks, as many as
+    `num_kv_shared_layers` says, take keys and values of earlier ones; what a checkpoint has in their place is left out,
+    and with `zero_keys` llama.cpp wants it, looks at its shape alone, and gets zeros.
+    """
+
     parts: tuple[str, ...]
-    optional: Mapping[str, Setting] = field(default_factory=dict)  # part -> its setting
-    either: tuple[tuple[str, ...], ...] = ()
-    some: tuple[tuple[Blocks, tuple[str, ...] | Mapping[str, str]], ...] = ()
-    named: Mapping[str, str] = field(default_factory=dict)  # part -> its name in the file, where gguf's maps lack it
-    names_like: str = ""  # another of llama.cpp's with the same names, where gguf's maps lack this one
-    name_with_experts: str = ""  # where llama.cpp calls those of a model with experts otherwise
-    named_without_experts: Mapping[str, str] = field(default_factory=dict)  # the same of a model that has none
+    _: KW_ONLY
+    per_block: tuple[tuple[Condition, Parts], ...] = ()
     blocks: str = "model.layers"
     outside: tuple[str, ...] = OUTSIDE
-    outside_optional: Mapping[str, Setting] = field(default_factory=dict)
-    outside_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name in the file -> its parts
+    outside_if: tuple[tuple[Condition, tuple[str, ...]], ...] = ()
     head: str = "lm_head.weight"
-    head_always: bool = False  # llama.cpp wants a head of its own also where it is tied
-    orders: Mapping[str, str] = field(default_factory=dict)
-    columns: Mapping[str, str] = field(default_factory=dict)  # part -> the order of its columns
-    transposed: tuple[str, ...] = ()
-    norm_shift: float = 0.0
-    unshifted: tuple[str, ...] = ()  # norms without that shift
-    functions: Mapping[str, str] = field(default_factory=dict)  # part -> what is made of its values
-    shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    roots: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # part -> lengths, the root of their quotient
-    forms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # part, a vector -> its shape in the source
-    experts: Mapping[str, str] = field(default_factory=dict)  # part, with {} for the expert -> its name in the file
-    experts_in: Blocks | None = None  # none: every block has experts
-    heads: Mapping[str, str] = field(default_factory=dict)  # the same of heads
-    heads_in: Blocks | None = None  # none: those of every block have matrices
+    head_always: bool = False
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    names_like: str = ""
     stacks: tuple[Stack, ...] = ()
-    splits: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # part -> names and orders
-    same_inputs: Mapping[str, str] = field(default_factory=dict)  # part that nobody measures -> one with its inputs
-    scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # part -> its key, its shape
+    shapes: Mapping[str, Lengths] = field(default_factory=dict)
+    same_inputs: Mapping[str, str] = field(default_factory=dict)
+    transforms: Mapping[str, Transform] = field(default_factory=dict)
+    norm_shift: float = 0.0
     multipliers: Mapping[str, Setting] = field(default_factory=dict)
     multiplied: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, Setting] = field(default_factory=dict)  # instead of hyperparameters.FIELDS
-    keys: Mapping[str, Setting] = field(default_factory=dict)
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {"hidden_act": SILU})
-    checks: tuple[Callable[[Any], str | None], ...] = ()
-    rope_types: tuple[str, ...] = ROPES  # none: no rotary embedding
-    partial_rotary: bool = False
-    rotated_apart: bool = False  # a configuration says by another name, too, how much of a head turns
-    follows_window: bool = False  # llama.cpp keeps to the sliding window
-    yarn_scores: bool = False  # YaRN's scale is that of the scores, not of the rotated values
-    mark: str = ""
-    by_block: bool = False
+    scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     shares_keys: bool = False
     zero_keys: bool = False
-    fixed_epsilon: str = ""  # what transformers computes with FIXED_EPSILON, and llama.cpp with that of all norms
-    differs: str = ""  # what llama.cpp computes a little otherwise, as users are told
 
     @property
     def prefix(self) -> str:
@@ -137,40 +169,105 @@ class Architecture:
         return self.blocks.partition(".")[0] + "."
 
 
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """The keys of a file: `keys` by name, without the architecture's in front, instead of or beside the common ones.
+
+    `gate` are the gates of a query head. `rope_types` are known (none: no rotary embedding). `partial_rotary`: only a
+    share of a head may turn; `rotated_apart`: a configuration says by another name, too, how much does. `yarn_scores`:
+    YaRN's scale is that of the scores, not of the rotated values. `by_block`: heads and widths differ from block to
+    block, and keys list them.
+    """
+
+    keys: Mapping[str, Setting] = field(default_factory=dict)
+    gate: Setting = lambda _config: 1
+    rope_types: tuple[str, ...] = ROPES
+    partial_rotary: bool = False
+    rotated_apart: bool = False
+    yarn_scores: bool = False
+    by_block: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusals:
+    """What llama.cpp's code has fixed, so that a model that would load but compute something else is refused.
+
+    `required_config` are the values that settings may have, `checks` return what else is wrong. What users are told:
+    `follows_window`: llama.cpp keeps to the sliding window; `fixed_epsilon` names what transformers computes with
+    FIXED_EPSILON, and llama.cpp with the epsilon of all norms; `differs` is what llama.cpp computes a little otherwise.
+    """
+
+    required_config: RequiredConfig = field(default_factory=lambda: {"hidden_act": SILU})
+    checks: Checks = ()
+    follows_window: bool = False
+    fixed_epsilon: str = ""
+    differs: str = ""
+
+
+@dataclass(frozen=True)
+class Architecture(Tensors, Keys, Refusals, Names):
+    """One architecture of transformers in llama.cpp."""
+
+    def like(self, model_type: str, name: str = "", **changes: Any) -> Architecture:
+        """Return this row for another model type: mappings are added to this row's, all else is in its place."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        merged = {key: {**own[key], **value} if isinstance(value, Mapping) else value for key, value in changes.items()}
+        return replace(self, model_type=model_type, name=name or self.name, **merged)
+
+
+def of_config(config: Any, setting: Setting) -> Any:
+    """Return what a setting of a row is in a configuration of transformers."""
+    return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting(config)
+
+
 def weights(*parts: str) -> tuple[str, ...]:
-    """The weights of these parts of a block."""
+    """Return the weights of these parts of a block."""
     return tuple(f"{part}.weight" for part in parts)
 
 
 def biases(*parts: str) -> tuple[str, ...]:
-    """Their biases."""
+    """Return their biases."""
     return tuple(f"{part}.bias" for part in parts)
 
 
 def layer_norm(name: str) -> dict[str, Setting]:
-    """The key of a LayerNorm's epsilon, which the setting `name` is."""
+    """Return the key of a LayerNorm's epsilon, which the setting `name` is."""
     return {"attention.layer_norm_epsilon": name}
 
 
-def experts_of(stem: str, *parts: str, kind: str = "weight") -> dict[str, str]:
-    """Gate, down and up of every expert, stacked into one tensor each."""
-    return {f"{stem}.{p}.{kind}": f"ffn_{name}_exps.{kind}" for name, p in zip(EXPERT_KINDS, parts, strict=True)}
+def experts_of(stem: str, *matrices: str, kind: str = "weight") -> tuple[str, ...]:
+    """Return gate, up and down of every expert, which may be called otherwise."""
+    return tuple(f"{stem}.{{expert}}.{name}.{kind}" for name in matrices or ("gate_proj", "up_proj", "down_proj"))
+
+
+def fused_experts(stem: str, transposed: bool = False, interleaved: bool = False) -> tuple[Stack, ...]:
+    """Return the stacks of a checkpoint that has gate and up of all experts in one tensor, and down in another."""
+    gate, up, down = experts_of(stem)
+    return (
+        Stack(f"{stem}.gate_up_proj", (gate, up), transposed, interleaved),
+        Stack(f"{stem}.down_proj", (down,), transposed, interleaved),
+    )
+
+
+def unless(condition: Callable[[Any, int], Any]) -> Callable[[Any, int], bool]:
+    """Return the opposite condition."""
+    return lambda config, block: not condition(config, block)
 
 
 def windows(every: int | None) -> dict[str, Setting]:
     """Keys of the window and, where it is not that of all blocks but every so many-th, of the blocks that have it."""
 
     def pattern(config: Any) -> list[bool] | None:
-        windows = [kind == "sliding_attention" for kind in config.layer_types]
+        windows = [kind == SLIDING for kind in config.layer_types]
         usual = [(i + 1) % every != 0 for i in range(len(windows))] if every else None
         return None if windows == usual else windows
 
     return {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": pattern}
 
 
-def where_unlike(numbers: Sequence[int]) -> list[int] | None:
-    """A list of each block's number where they differ; elsewhere llama.cpp takes one number for all blocks."""
-    return list(numbers) if len(set(numbers)) > 1 else None
+def one_or_list(numbers: Sequence[int]) -> int | list[int]:
+    """Return the number of all blocks, or the list of each block's where they differ."""
+    return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
 def takes_keys(config: Any, block: int) -> bool:
@@ -178,22 +275,13 @@ def takes_keys(config: Any, block: int) -> bool:
     return bool(block >= config.num_hidden_layers - config.num_kv_shared_layers)
 
 
-def every_fourth(name: str, fourth: Any, others: Any) -> Callable[[Any], str | None]:
-    """llama.cpp has fixed for these models that every fourth block differs from the others in a setting."""
-
-    def check(config: Any) -> str | None:
-        given = list(getattr(config, name))[: config.num_hidden_layers]
-        meant = [fourth if (index + 1) % 4 == 0 else others for index in range(config.num_hidden_layers)]
-        return None if given == meant else f"{name} = {given}, and llama.cpp has {meant}"
-
-    return check
-
-
-def whole_heads(config: Any) -> str | None:
-    """llama.cpp's attention puts out as many values as the model has hidden ones."""
-    size = config.num_attention_heads * config.head_dim
-    return None if size == config.hidden_size else f"{size} values of its heads, and llama.cpp has {config.hidden_size}"
+def every_fourth(fourth: Any, others: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Return the list of a setting of each block, of which every fourth has another."""
+    return lambda config: ([fourth if (block + 1) % 4 == 0 else others for block in range(config.num_hidden_layers)],)
 
 
 LLAMA = weights(*ATTENTION, *MLP, *NORMS)
-PLAIN_EXPERTS = experts_of("mlp.experts.{}", "gate_proj", "down_proj", "up_proj")
+PLAIN_EXPERTS = experts_of("mlp.experts")
+W_EXPERTS = experts_of("block_sparse_moe.experts", "w1", "w3", "w2")
+ROTARY = {"self_attn.q_proj": Transform(QUERY_HALVES), "self_attn.k_proj": Transform(KEY_HALVES)}
+QUERY_KEY_VALUE_BIASES = biases(*ATTENTION[:3])

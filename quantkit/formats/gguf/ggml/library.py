@@ -23,8 +23,7 @@ import numpy as np
 
 from quantkit.errors import DependencyError, ResourceError, shortage_of
 from quantkit.formats.gguf.ggml.kquants import Bytes, Floats
-from quantkit.formats.gguf.ggml.packing import PACKERS, pack
-from quantkit.formats.gguf.ggml.search import available
+from quantkit.formats.gguf.ggml.packing import PACKERS, available, pack
 
 NAMES = ("libggml-base.so", "libggml-base.so.0", "libggml-base.dylib", "ggml-base.dll", "libggml-base.dll")
 # F16 holds no more, and the blocks of the other types have float16 scales.

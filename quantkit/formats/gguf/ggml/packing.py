@@ -1,33 +1,118 @@
-"""ggml's block types packed by our own search (search.py): the bytes of ggml's quantizers in a fraction of the time.
+"""ggml's block types packed by a search of our own: the bytes of ggml's quantizers in a fraction of the time.
 
 Each function follows one of ggml's step by step (quantize_row_*_ref without importance, quantize_row_*_impl with it, in
 ggml-quants.c of https://github.com/ggml-org/ggml): weights of the errors, scales of the blocks, scales of the
 super-blocks of 256, codes on the stored scales. What is not here is fast enough in ggml.
+
+The search for the scales of small blocks is in C (search.c): ggml's arithmetic, many blocks side by side, without the
+interpreter's lock. It is compiled when quantkit is installed; without a compiler there is none, `available` says so,
+and ggml's own quantizer does the work.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.ctypeslib import ndpointer
 from numpy.typing import NDArray
 
-from quantkit.formats.gguf.ggml import search
 from quantkit.formats.gguf.ggml.kquants import BLOCK, KQUANTS, Bytes, Floats, Scales, with_codes, with_scales
 
+_FLOATS, _BYTES = (ndpointer(dtype, flags="C_CONTIGUOUS") for dtype in (np.float32, np.uint8))
+_FLOAT, _INT, _LONG = ctypes.c_float, ctypes.c_int, ctypes.c_long
+# Of search.c: values and weights are float32 (blocks, n) with n up to 32, codes uint8 of that shape.
+_ARGUMENTS = {
+    "error_weights": [_FLOATS, ctypes.c_void_p, _LONG, _LONG, _INT, _FLOAT, _FLOATS],
+    "search_affine": [_FLOATS, _FLOATS, _LONG, _INT, _INT, _FLOAT, _FLOAT, _INT, _INT, *[_FLOATS] * 3, _BYTES],
+    "search_symmetric": [_FLOATS, _FLOATS, _LONG, _INT, _INT, _FLOATS, _FLOATS, _BYTES],
+    "search_positive": [_FLOATS, _FLOATS, _LONG, _INT, _INT, _FLOATS, _BYTES],
+    "round_codes": [_FLOATS, _FLOATS, _FLOATS, _LONG, _INT, _INT, _INT, _BYTES],
+}
 NOTHING = np.float32(1e-15)
 SLAB = 1 << 18  # weights packed at a time, for which a few arrays of float32 are held
 
 
+def load(path: Path) -> Any:
+    """Return the library at `path`, its functions typed; raises OSError where this machine cannot take it."""
+    library = ctypes.CDLL(str(path))
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+@cache
+def _library() -> Any:
+    here = Path(__file__).parent
+    path = next((place for end in EXTENSION_SUFFIXES if (place := here / f"_search{end}").is_file()), None)
+    try:
+        return load(path) if path is not None else None
+    except OSError:  # made for another machine
+        return None
+
+
+def available() -> bool:
+    """Whether the library was compiled for this machine."""
+    return _library() is not None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Of each block: its scale and offset (blocks,), the sum of its weights (blocks,), codes uint8 (blocks, n)."""
+
+    scales: Floats
+    offsets: Floats
+    sums: Floats
+    codes: Bytes
+
+
 class Candidates(NamedTuple):
-    """The inverse scales that ggml tries for a block, see `search.affine`."""
+    """The inverse scales that ggml tries for a block: (first + step * k + top) / range for k = 0..steps.
+
+    The least weighted error wins, of squares, or of magnitudes where `absolute`.
+    """
 
     first: float
     step: float
     steps: int
     absolute: bool = False
+
+
+def _searched(function: str, values: Floats, weights: Floats, results: tuple[str, ...], *settings: float) -> Fitted:
+    blocks, n = values.shape
+    scales, offsets, sums = (np.zeros(blocks, np.float32) for _ in range(3))
+    fitted = Fitted(scales, offsets, sums, np.empty((blocks, n), np.uint8))
+    found = (getattr(fitted, result) for result in results)
+    getattr(_library(), function)(values, weights, blocks, n, *settings, *found)
+    return fitted
+
+
+def _search_affine(values: Floats, weights: Floats, top: int, tried: Candidates) -> Fitted:
+    """value = scale * code - offset, codes 0..`top`, offsets not negative."""
+    return _searched("search_affine", values, weights, ("scales", "offsets", "sums", "codes"), top, *tried)
+
+
+def _search_symmetric(values: Floats, weights: Floats, top: int) -> Fitted:
+    """value = scale * (code - top), codes 0..2 * `top` - 1, scales of either sign."""
+    return _searched("search_symmetric", values, weights, ("scales", "sums", "codes"), top)
+
+
+def _error_weights(rows: Floats, importance: Floats | None, run: int, times: int = 1) -> Floats:
+    """Weights of squared errors, of the shape of `rows` (n, columns); m is the mean square of a run of columns.
+
+    importance (columns,) * sqrt(times * m + square), or without it sqrt(m) + magnitude. `run` divides the columns.
+    """
+    weights = np.empty_like(rows)
+    given = None if importance is None else importance.ctypes.data
+    _library().error_weights(rows, given, *rows.shape, run, times, weights)
+    return weights
 
 
 PLAIN = {
@@ -50,7 +135,7 @@ def _half(values: Floats) -> Floats:
 def _super_block(values: Floats, weights: Floats | None, top: int) -> tuple[Floats, Floats]:
     """Scales (n, 1) and codes (n, blocks) up to `top`: searched with weights, else they span each row's largest."""
     if weights is not None:
-        fitted = search.positive(values, weights, top)
+        fitted = _searched("search_positive", values, weights, ("scales", "codes"), top)
         return fitted.scales[:, None], fitted.codes.astype(np.float32)
     largest = np.fmax.reduce(values, axis=1, keepdims=True, initial=np.float32(0)) + np.float32(0)  # no -0
     inverse = np.where(largest > 0, np.float32(top) / largest, np.float32(0))
@@ -62,10 +147,10 @@ def _affine(name: str, rows: Floats, importance: Floats | None) -> Bytes:
     kind, tried = KQUANTS[name], PLAIN[name] if importance is None else WEIGHTED
     blocks = rows.reshape(-1, kind.group)
     if importance is not None:
-        weights = search.error_weights(rows, importance, BLOCK, 1 if name == "Q2_K" else 2)
+        weights = _error_weights(rows, importance, BLOCK, 1 if name == "Q2_K" else 2)
     else:
-        weights = np.abs(rows) if tried.absolute else search.error_weights(rows, None, kind.group)
-    fitted = search.affine(blocks, weights.reshape(blocks.shape), (1 << kind.bits) - 1, *tried)
+        weights = np.abs(rows) if tried.absolute else _error_weights(rows, None, kind.group)
+    fitted = _search_affine(blocks, weights.reshape(blocks.shape), (1 << kind.bits) - 1, tried)
     scales, minima, sums = (p.reshape(-1, BLOCK // kind.group) for p in (fitted.scales, fitted.offsets, fitted.sums))
     of_blocks = None if importance is None else sums
     factor, whole_scales = _super_block(scales, of_blocks, kind.largest)
@@ -82,14 +167,14 @@ def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
     elif name == "Q6_K":
         weights = np.tile(importance, len(rows)).reshape(blocks.shape)
     else:
-        weights = search.error_weights(rows, importance, BLOCK, 2).reshape(blocks.shape)
-    fitted = search.symmetric(blocks, weights, kind.zero)
+        weights = _error_weights(rows, importance, BLOCK, 2).reshape(blocks.shape)
+    fitted = _search_symmetric(blocks, weights, kind.zero)
     scales, sums = (part.reshape(-1, BLOCK // kind.group) for part in (fitted.scales, fitted.sums))
     if name == "Q6_K":
         factor, whole = _extreme(scales)
         fitted.codes[np.repeat(factor[:, 0] == 0, BLOCK // kind.group)] = 0
     else:
-        of_scales = search.symmetric(scales, sums, -kind.least)
+        of_scales = _search_symmetric(scales, sums, -kind.least)
         factor, whole = of_scales.scales[:, None], of_scales.codes.astype(np.float32) + np.float32(kind.least)
     return _written(name, rows, fitted.codes, Scales(_half(factor), np.zeros_like(factor), whole, np.zeros_like(whole)))
 
@@ -109,7 +194,10 @@ def _written(name: str, rows: Floats, codes: Bytes, stored: Scales) -> Bytes:
     kind = KQUANTS[name]
     scales = np.ascontiguousarray((stored.factor * stored.scales).reshape(-1))
     offsets = np.ascontiguousarray((stored.offset * stored.minima).reshape(-1))
-    search.round_codes(rows.reshape(-1, kind.group), scales, offsets, kind.zero, (1 << kind.bits) - 1, codes)
+    blocks, top = rows.reshape(-1, kind.group), (1 << kind.bits) - 1
+    _library().round_codes(
+        blocks, scales, offsets, *blocks.shape, kind.zero, top, codes
+    )  # where a scale is 0 they stay
     packed = np.zeros((len(rows), rows.shape[1] // BLOCK * kind.nbytes), np.uint8)
     return with_scales(name, with_codes(name, packed, codes), stored)
 
@@ -117,12 +205,12 @@ def _written(name: str, rows: Floats, codes: Bytes, stored: Scales) -> Bytes:
 def _small(bits: int, minimum: bool, rows: Floats, importance: Floats | None) -> Bytes:
     """Q4_0, Q4_1, Q5_0, Q5_1 with importance: blocks of 32 with float16 scales."""
     blocks = rows.reshape(-1, 32)
-    weights = search.error_weights(rows, importance, rows.shape[1]).reshape(blocks.shape)
+    weights = _error_weights(rows, importance, rows.shape[1]).reshape(blocks.shape)
     if minimum:
-        fitted = search.affine(blocks, weights, (1 << bits) - 1, *WEIGHTED)
+        fitted = _search_affine(blocks, weights, (1 << bits) - 1, WEIGHTED)
         parts = [fitted.scales, -fitted.offsets]
     else:
-        fitted = search.symmetric(blocks, weights, 1 << (bits - 1))
+        fitted = _search_symmetric(blocks, weights, 1 << (bits - 1))
         parts = [fitted.scales]
     codes = fitted.codes
     packed: list[Bytes] = [part.astype(np.float16)[:, None].view(np.uint8) for part in parts]

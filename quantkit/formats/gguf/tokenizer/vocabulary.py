@@ -20,9 +20,16 @@ from typing import Any
 
 from quantkit.checkpoints.side_files import GENERATION
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats.gguf.tokenizer.algorithms import (
+    SPACE,
+    Unigram,
+    gemma4_tokens,
+    merge_pairs,
+    read_unigram,
+    spm_scores,
+    spm_tokens,
+)
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
-from quantkit.formats.gguf.tokenizer.spm import SPACE, gemma4_tokens, merge_pairs, spm_scores, spm_tokens
-from quantkit.formats.gguf.tokenizer.ugm import Unigram, read_unigram
 from quantkit.models.config import ADD_ROWS
 from quantkit.models.source import Source
 from quantkit.untrusted import read_object, shown, told

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.architectures.record import Architecture
+from quantkit.formats.gguf.shapes import Factors, Value
 from quantkit.models.source import Source
 from quantkit.untrusted import shown
 
-Factors = dict[str, NDArray[np.float32]]
-Keys = dict[str, bool | int | float | str | list[Any]]
+Keys = dict[str, Value]
 MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32
 FULL = "full_attention", "indexed_attention"  # blocks without a window
 STILL = 1e30  # a divisor with which nothing turns, llama.cpp's own

@@ -7,8 +7,8 @@ tensor of all gates and one of all ups, and what they are made from are the matr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.errors import UnsupportedError
+from quantkit.formats._changed.changed import ChangedSource
 from quantkit.formats.gguf.architectures.record import Architecture, Stack
 from quantkit.models.source import Source
 
@@ -32,42 +33,22 @@ class Piece:
     rows: tuple[int, int, int]
 
 
-class Unstacked(Source):
+class Unstacked(ChangedSource):
     """A source with the matrices of its stacks by themselves, under the names that the architecture gives them."""
 
-    name = ""
-
     def __init__(self, source: Source, pieces: Mapping[str, Piece]) -> None:
-        self.config, self.model, self.folder, self.format = source.config, source.model, source.folder, source.format
-        self._source, self._pieces = source, dict(pieces)
+        super().__init__(source)
+        self._pieces = dict(pieces)
         taken = {piece.name for piece in pieces.values()}
         self.tensors = {name: info for name, info in source.tensors.items() if name not in taken}
         self.tensors |= {name: _info(source.tensors[piece.name], piece) for name, piece in pieces.items()}
         self._last: tuple[tuple[str, int], NDArray[Any]] | None = None
 
-    @property
-    def weight_files(self) -> list[str]:
-        """Those of the source."""
-        return self._source.weight_files
-
-    @property
-    def hashed_files(self) -> list[str]:
-        """Those of the source."""
-        return self._source.hashed_files
-
-    def copy_side_files(self, folder: Any) -> None:
-        """As the source does."""
-        self._source.copy_side_files(folder)
-
-    def tokenizer(self) -> Any:
-        """The source's."""
-        return self._source.tokenizer()
-
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor or piece."""
         piece = self._pieces.get(name)
         if piece is None:
-            return self._source.read_rows(name, start, stop)
+            return self._base.read_rows(name, start, stop)
         values = self._matrix(piece)[slice(*piece.rows)]
         values = values[start:stop] if values.ndim > 1 else values
         return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -79,9 +60,9 @@ class Unstacked(Source):
             return last[1]
         if piece.stack.rows is not None:
             first = piece.index * piece.height
-            values = self._source.stored(piece.name, first, first + piece.height)
+            values = self._base.stored(piece.name, first, first + piece.height)
         else:
-            values = self._source.stored(piece.name, piece.index, piece.index + 1)[0]
+            values = self._base.stored(piece.name, piece.index, piece.index + 1)[0]
             values = values.T if piece.stack.transposed else values
         self._last = key, values
         return values
@@ -95,25 +76,24 @@ def _info(stored: TensorInfo, piece: Piece) -> TensorInfo:
         shape = (height,)
     else:
         shape = (height, stored.shape[1 if piece.stack.transposed else 2])
-    nbytes = stored.nbytes // max(1, stored.parameters) * math.prod(shape)
-    return TensorInfo(stored.file, stored.dtype, shape, stored.start, nbytes)
+    return replace(stored, shape=shape, nbytes=stored.nbytes // max(1, stored.parameters) * math.prod(shape))
 
 
-def unstacked(source: Source, architecture: Architecture) -> Source:
-    """The source with its stacks taken apart, or itself; raises UnsupportedError for a stack of another shape."""
+def unstacked(source: Source, row: Architecture) -> Source:
+    """Return the source with its stacks taken apart, or itself; raises UnsupportedError for one of another shape."""
     pieces: dict[str, Piece] = {}
-    behind = {stack.part: stack for stack in architecture.stacks}
+    behind = {stack.part: stack for stack in row.stacks}
+    stem = row.blocks.removeprefix(row.prefix) + "."
     for name in source.tensors if behind else ():
-        own = name.removeprefix(architecture.prefix)
-        stem = architecture.blocks.removeprefix(architecture.prefix)
-        block, _, part = own.removeprefix(f"{stem}.").partition(".")
-        if own.startswith(f"{stem}.") and part in behind and block.isdigit():
-            pieces |= _pieces_of(source, name, architecture.blocks, int(block), behind[part])
+        own = name.removeprefix(row.prefix)
+        block, _, part = own.removeprefix(stem).partition(".")
+        if own.startswith(stem) and part in behind and block.isdigit():
+            pieces |= _pieces_of(source, name, row.blocks, int(block), behind[part])
     return Unstacked(source, pieces) if pieces else source
 
 
 def _pieces_of(source: Source, name: str, blocks: str, block: int, stack: Stack) -> dict[str, Piece]:
-    shape, prefix = source.tensors[name].shape, f"{blocks}.{block}."
+    shape, each = source.tensors[name].shape, len(stack.pieces)
     if stack.rows is not None:
         heights = tuple(int(rows) for rows in stack.rows(source.settings, block))
         count, left = divmod(shape[0], max(1, sum(heights)))
@@ -121,33 +101,36 @@ def _pieces_of(source: Source, name: str, blocks: str, block: int, stack: Stack)
     else:
         wrong = len(shape) not in (2, 3) or not shape[0]
         height = 0 if wrong else shape[-1] if stack.transposed and len(shape) == 3 else shape[1]
-        count, heights = shape[0], (height // len(stack.pieces),) * len(stack.pieces)
-        wrong = wrong or not heights[0] or height % len(stack.pieces) != 0
+        count, heights = shape[0], (height // each,) * each
+        wrong = wrong or not heights[0] or height % each != 0
     if wrong:
         raise UnsupportedError(
             f"{source.model}: the tensor {name} has the shape {shape}, which is no stack of matrices"
         )
-    total = sum(heights)
+    total, first = sum(heights), 0
     found: dict[str, Piece] = {}
-    for number, piece in enumerate(stack.pieces):
-        first = sum(heights[:number])
-        rows = (number, total, len(heights)) if stack.interleaved else (first, first + heights[number], 1)
-        found |= {prefix + piece.format(index): Piece(name, stack, index, total, rows) for index in range(count)}
+    for number, (part, height) in enumerate(zip(stack.pieces, heights, strict=True)):
+        rows = (number, total, each) if stack.interleaved else (first, first + height, 1)
+        pieces = (Piece(name, stack, index, total, rows) for index in range(count))
+        found |= {f"{blocks}.{block}.{one_of(part, piece.index)}": piece for piece in pieces}
+        first += height
     return found
 
 
-def restacked(
-    tensors: Mapping[str, Rows], stacks: Iterable[Stack], blocks: str, count: int
-) -> Iterator[tuple[str, Rows]]:
-    """`tensors` with the pieces of each stack put together under its name, in `count` blocks."""
+def one_of(part: str, index: int) -> str:
+    """Return the name of a part of one expert or head; the part itself, which has no number, for the first."""
+    return part.format(expert=index, head=index)
+
+
+def restacked(tensors: Mapping[str, Rows], row: Architecture, count: int) -> Iterator[tuple[str, Rows]]:
+    """Yield `tensors` with the pieces of each stack put together under its name, in `count` blocks."""
     left = dict(tensors)
     made: dict[str, Rows] = {}
-    for block in range(count):
-        for stack in stacks:
-            prefix = f"{blocks}.{block}."
+    for prefix in (f"{row.blocks}.{block}." for block in range(count)):
+        for stack in row.stacks:
             groups: list[list[Rows]] = []
-            while all(prefix + piece.format(len(groups)) in left for piece in stack.pieces):
-                groups.append([left.pop(prefix + piece.format(len(groups))) for piece in stack.pieces])
+            while all(prefix + one_of(piece, len(groups)) in left for piece in stack.pieces):
+                groups.append([left.pop(prefix + one_of(piece, len(groups))) for piece in stack.pieces])
             if groups:
                 made[prefix + stack.part] = _stack_of(stack, groups)
     yield from (left | made).items()
@@ -163,8 +146,8 @@ def _stack_of(stack: Stack, groups: list[list[Rows]]) -> Rows:
         return whole.T if stack.transposed else whole
 
     if stack.rows is None:
-        shape = (len(groups), *matrix_shape(stack, height, columns))
-        return Rows(shape, lambda start, stop: np.stack([matrix(index) for index in range(start, stop)]))
+        shape = (*columns, height) if stack.transposed else (height, *columns)
+        return Rows((len(groups), *shape), lambda start, stop: np.stack([matrix(i) for i in range(start, stop)]))
 
     def flat(start: int, stop: int) -> NDArray[np.float32]:
         first = start // height
@@ -172,8 +155,3 @@ def _stack_of(stack: Stack, groups: list[list[Rows]]) -> Rows:
         return whole[start - first * height : stop - first * height]
 
     return Rows((len(groups) * height, *columns), flat)
-
-
-def matrix_shape(stack: Stack, height: int, columns: tuple[int, ...]) -> tuple[int, ...]:
-    """As the stack has its matrices."""
-    return (*columns, height) if stack.transposed else (height, *columns)

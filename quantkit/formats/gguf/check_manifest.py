@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.checkpoints.side_files import find_side_files
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
-from quantkit.formats.gguf.architectures.hyperparameters import find_architecture, read_shape
 from quantkit.formats.gguf.header import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT16, UINT32, Header
+from quantkit.formats.gguf.hyperparameters import find_architecture, read_shape
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
 from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, SUPPRESSED, read_vocabulary
@@ -77,12 +78,18 @@ class _Read(Source):
         return load_tokenizer(self.folder)
 
 
-def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ArtifactError where a model of that config.json has other tensors than were read, by name and shape."""
+@contextmanager
+def _of_its_config() -> Iterator[None]:
     try:
-        make_plan(_Read(config, shapes), ANY_TYPE)
+        yield
     except (SourceError, UnsupportedError) as error:
         raise ArtifactError(f"the file does not hold the model of its source's config.json: {error}") from None
+
+
+def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ArtifactError where a model of that config.json has other tensors than were read, by name and shape."""
+    with _of_its_config():
+        make_plan(_Read(config, shapes), ANY_TYPE)
 
 
 def types_of(path: Path) -> Mapping[str, int]:
@@ -94,11 +101,9 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
     """Raise ArtifactError where the architecture's keys are others than are written for that config.json."""
     header, tensors = headers[0], [tensor for each in headers for tensor in each.tensors]
     source = _Read(config, {tensor.name: tensor.shape for tensor in tensors})
-    try:
+    with _of_its_config():
         name, shape = find_architecture(source).name, read_shape(source)
-    except (SourceError, UnsupportedError) as error:
-        raise ArtifactError(f"the file does not hold the model of its source's config.json: {error}") from None
-    written = {f"{name}.{key}": value for key, value in shape.all_keys.items()}
+    written = {f"{name}.{key}": value for key, value in shape.keys.items()}
     found = {key: value for key, value in header.keys.items() if key.startswith(f"{name}.") and key != f"{name}{ROWS}"}
     for key in (*written, *found):
         one, other = found.get(key), written.get(key)
@@ -148,8 +153,8 @@ def _same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """What the file's keys say of the recipe; raises ArtifactError for keys of another model."""
+def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    """Return what the file's keys say of the recipe; raises ArtifactError for keys of another model."""
     import gguf
 
     headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])

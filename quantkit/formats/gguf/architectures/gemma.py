@@ -1,0 +1,230 @@
+"""Gemma, of which 3n and 4 have inputs of each block and keys and values that later blocks take from earlier ones.
+
+What llama.cpp has fixed for these two: src/models/gemma3n.cpp, gemma3n in models.h, gemma4.cpp, and the memory's
+`reuse` in llama-model.cpp, of https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Any
+
+from quantkit.formats.gguf.architectures.record import (
+    ATTENTION,
+    FOUR_NORMS,
+    FULL,
+    HEAD_NORMS,
+    LLAMA,
+    MLP,
+    NO_BIAS,
+    OUTSIDE,
+    RMS,
+    SLIDING,
+    Architecture,
+    RequiredConfig,
+    Setting,
+    experts_of,
+    fused_experts,
+    one_or_list,
+    takes_keys,
+    unless,
+    weights,
+    windows,
+)
+from quantkit.formats.gguf.shapes import EXPERTS, INNER, KEY_HEADS, KEY_LENGTH
+
+TANH = {"hidden_activation": ("gelu_pytorch_tanh",)}
+_CAPPED: dict[str, Setting] = {"final_logit_softcapping": "final_logit_softcapping"}
+
+
+def _query_scale(config: Any) -> tuple[int]:
+    """llama.cpp scales queries by the head's size; in its 27B models by hidden size over heads."""
+    large = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
+    return (config.hidden_size // config.num_attention_heads if large else config.head_dim,)
+
+
+def _known_kinds(config: Any) -> str | None:
+    """llama.cpp ends the program where no block has a window."""
+    kinds = set(config.layer_types)
+    if kinds <= {SLIDING, FULL} and SLIDING in kinds:
+        return None
+    return f"layer_types = {config.layer_types}, and llama.cpp has some {SLIDING}, the others {FULL}"
+
+
+def _takes_from(config: Any) -> str | None:
+    """The last blocks take from the last one of their kind; llama.cpp from that right before them or the second."""
+    kinds, first = list(config.layer_types), config.num_hidden_layers - config.num_kv_shared_layers
+    for kind, place in ((FULL, first - 1), (SLIDING, first - 2)):
+        given = max((block for block in range(first) if kinds[block] == kind), default=None)
+        if kind in kinds[first:] and given != place:
+            return f"blocks of {kind} that take the keys of block {given}, and llama.cpp has those of block {place}"
+    return None
+
+
+# A row for each token.
+_TOKENS: RequiredConfig = {
+    "vocab_size_per_layer_input": lambda config: (
+        config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input,
+    )
+}
+_SHARED_KEYS: dict[str, Setting] = RMS | {
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": lambda config: [kind == SLIDING for kind in config.layer_types],
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": lambda config: config.hidden_size_per_layer_input or 0,
+}  # fmt: skip
+_PER_LAYER = weights("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+_PER_LAYER_OUTSIDE = weights(
+    "model.embed_tokens_per_layer", "model.per_layer_model_projection", "model.per_layer_projection_norm"
+)
+_WINDOWED: dict[str, Any] = {"follows_window": True, "rope_types": ("default",)}
+
+# Gemma 3n
+
+
+def _one_width(config: Any) -> str | None:
+    widths = config.intermediate_size
+    return None if len(set(widths)) == 1 else f"intermediate_size = {widths}, and llama.cpp has one for all blocks"
+
+
+def _sparsity_scale(config: Any) -> list[float]:
+    """By block, how many deviations above the mean a gate must be; llama.cpp writes the key and does not read it."""
+    return [NormalDist().inv_cdf(share) if share else -math.inf for share in config.activation_sparsity_pattern]
+
+
+# Of AltUp, beside the first state; and their names in the file.
+_STATES = {
+    "model.altup_projections.{state}.weight": "altup_proj.weight",
+    "model.altup_unembed_projections.{state}.weight": "altup_unembd_proj.weight",
+}
+
+# Gemma 4
+
+
+def _head(config: Any, kind: str) -> int:
+    """The values of a head in blocks of that kind."""
+    return int(config.per_layer_config[list(config.layer_types).index(kind)].head_dim)
+
+
+def _head_of_sliding(config: Any) -> int:
+    return _head(config, SLIDING)
+
+
+def _key_heads(config: Any) -> int | list[int]:
+    own = config.per_layer_config
+    return one_or_list([int(own[block].num_key_value_heads) for block in range(config.num_hidden_layers)])
+
+
+def _widths(config: Any) -> int | list[int]:
+    double = [config.use_double_wide_mlp and takes_keys(config, block) for block in range(config.num_hidden_layers)]
+    return one_or_list([int(config.intermediate_size) * (2 if wide else 1) for wide in double])
+
+
+def _heads_by_kind(config: Any) -> str | None:
+    """llama.cpp has one size of heads for blocks with a window and one for the others."""
+    for block, kind in enumerate(config.layer_types):
+        own, size = config.per_layer_config[block], _head(config, kind)
+        if own.head_dim != size:
+            return f"heads of {own.head_dim} in block {block}, and llama.cpp has {size} for all of {kind}"
+        if size % 2 or config.num_attention_heads % own.num_key_value_heads:
+            keys = own.num_key_value_heads
+            return f"{config.num_attention_heads} query heads and {keys} key heads of {size} in block {block}"
+    return None
+
+
+def _has_values(config: Any, block: int) -> bool:
+    """Whether values are made by themselves; else they are the keys before their norm."""
+    same = config.attention_k_eq_v and config.layer_types[block] == FULL
+    return not takes_keys(config, block) and not same
+
+
+_KEYS_AND_VALUES = (
+    (unless(takes_keys), weights("self_attn.k_proj", "self_attn.k_norm")), (_has_values, weights("self_attn.v_proj"))
+)  # fmt: skip
+_EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+# Without experts and inputs of each block, which its configurations do not name.
+_GEMMA4 = Architecture(
+    "gemma4_unified_text", "gemma4",
+    (*weights("self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj", *MLP, *FOUR_NORMS), "layer_scalar"),
+    per_block=_KEYS_AND_VALUES, by_block=True, shares_keys=True,
+    gguf_names={
+        "layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+    },
+    keys=_SHARED_KEYS | {
+        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
+                        _head_of_sliding),
+        KEY_LENGTH: lambda config: _head(config, FULL), KEY_HEADS: _key_heads, INNER: _widths,
+        "final_logit_softcapping": lambda config: float(config.final_logit_softcapping or 0.0),
+        "embedding_length_per_layer_input": lambda _config: 0,
+    },
+    required_config={"use_bidirectional_attention": (None, "vision"), **TANH, **NO_BIAS},
+    checks=(_known_kinds, _takes_from, _heads_by_kind), follows_window=True, rope_types=("proportional", "default"),
+)  # fmt: skip
+_GEMMA = Architecture("gemma", "gemma", LLAMA, norm_shift=1.0, keys=RMS, required_config=NO_BIAS)
+
+ROWS = (
+    _GEMMA.like("gemma", required_config={"hidden_act": TANH["hidden_activation"]}, rope_types=("default",)),
+    _GEMMA.like(
+        "gemma2", "gemma2", parts=weights(*ATTENTION, *MLP, *FOUR_NORMS), **_WINDOWED,
+        keys={"attn_logit_softcapping": "attn_logit_softcapping"} | windows(2) | _CAPPED,
+        required_config={**TANH, "query_pre_attn_scalar": _query_scale},
+    ),
+    _GEMMA.like(
+        "gemma3_text", "gemma3", parts=weights(*ATTENTION, *HEAD_NORMS, *MLP, *FOUR_NORMS),
+        keys=windows(6) | _CAPPED, follows_window=True, rope_types=("default", "linear"),
+        required_config={
+            **TANH, "query_pre_attn_scalar": _query_scale, "attn_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False,),
+        },
+    ),
+    Architecture(
+        "gemma3n_text", "gemma3n",
+        (
+            *weights(
+                *ATTENTION, *HEAD_NORMS, *MLP, *FOUR_NORMS, "altup.correction_coefs", "altup.prediction_coefs",
+                "altup.modality_router", "altup.router_norm", "laurel.linear_left", "laurel.linear_right",
+                "laurel.post_laurel_norm",
+            ),
+            *_PER_LAYER, "altup.correct_output_scale",
+        ),
+        outside=(*OUTSIDE, *_PER_LAYER_OUTSIDE, *_STATES), shares_keys=True, zero_keys=True, **_WINDOWED,
+        gguf_names=_STATES | {"altup.correct_output_scale": "altup_correct_scale.weight"},
+        keys=_SHARED_KEYS | {
+            INNER: lambda config: config.intermediate_size[0], "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs", "activation_sparsity_scale": _sparsity_scale,
+        },
+        required_config={
+            "altup_num_inputs": (4,), "altup_active_idx": (0,), "altup_correct_scale": (True,), "laurel_rank": (64,),
+            "hidden_size_per_layer_input": (256,), "final_logit_softcapping": (30.0,),
+            "num_kv_shared_layers": lambda config: (max(0, config.num_hidden_layers - 20),),
+            "activation_sparsity_pattern": lambda config: (
+                [0.95 if block < 10 else 0.0 for block in range(config.num_hidden_layers)],
+            ),
+            **_TOKENS, **TANH, **NO_BIAS,
+        },
+        checks=(_known_kinds, _takes_from, _one_width),
+        differs="llama.cpp takes the deviation of a sparse block's gates over one value less than the source",
+    ),
+    _GEMMA4,
+    _GEMMA4.like(
+        "gemma4_text",
+        per_block=(
+            *_KEYS_AND_VALUES, ("hidden_size_per_layer_input", _PER_LAYER),
+            ("enable_moe_block", (
+                *weights("router.proj", *_EXPERT_NORMS), "router.scale", "router.per_expert_scale",
+                *experts_of("experts"),
+            )),
+        ),
+        outside_if=(("hidden_size_per_layer_input", _PER_LAYER_OUTSIDE),), stacks=fused_experts("experts"),
+        keys={
+            EXPERTS: lambda config: config.num_experts if config.enable_moe_block else 0,
+            "expert_used_count": lambda config: config.top_k_experts if config.enable_moe_block else None,
+            "expert_feed_forward_length":
+                lambda config: config.moe_intermediate_size if config.enable_moe_block else None,
+            "embedding_length_per_layer_input": lambda config: config.hidden_size_per_layer_input or 0,
+        },
+        required_config=_TOKENS,
+    ),
+)  # fmt: skip

@@ -1,0 +1,317 @@
+"""Architectures whose keys and values come from a few latent numbers of a token (DeepSeek's latent attention).
+
+Some attend to a few tokens alone, those that an indexer scores best. What llama.cpp has fixed: deepseek2.cpp,
+deepseek32.cpp, dots3note.cpp and minicpm3.cpp in src/models/ of https://github.com/ggml-org/llama.cpp, and the rotation
+of an indexer's values in src/llama-kv-cache.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quantkit.formats.gguf.architectures.mixtures import (
+    AS_SCORES,
+    DENSE_BLOCKS,
+    SCORES,
+    SHARED_EXPERTS,
+    SIGMOID,
+    SOFTMAX,
+    before_experts,
+    dense_first,
+    is_dense,
+    mixed,
+    routed,
+    whole_experts,
+)
+from quantkit.formats.gguf.architectures.record import (
+    EMBEDDING,
+    EQUAL_HEADS,
+    MLP,
+    NORMS,
+    RMS,
+    SLIDING,
+    UNBIASED,
+    UNBIASED_MLP,
+    Architecture,
+    Setting,
+    Stack,
+    Transform,
+    one_or_list,
+    weights,
+)
+from quantkit.formats.gguf.row_orders import INDEX_KEY_PAIRS, INDEX_QUERY_PAIRS
+from quantkit.formats.gguf.shapes import EXPERTS, KEY_HEADS, KEY_LENGTH, QUERY_HEADS, VALUE_LENGTH
+
+LATENT_NORMS = "norms of latent values"
+_PARTS = weights("self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj", *NORMS)
+_WITH_RANK = weights("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
+_QUERIES = (
+    (lambda config, _block: config.q_lora_rank is not None, _WITH_RANK),
+    (lambda config, _block: config.q_lora_rank is None, weights("self_attn.q_proj")),
+)
+_MIXTURE = weights("mlp.gate", *SHARED_EXPERTS)
+
+
+def of_heads(attention: str) -> tuple[str, str]:
+    """Return the parts that make keys and values of each head out of the latent values."""
+    return f"{attention}.kv_b_proj.keys.{{head}}.weight", f"{attention}.kv_b_proj.values.{{head}}.weight"
+
+
+def stack_of_heads(attention: str) -> Stack:
+    """Return the tensor of a checkpoint that has these parts of all heads."""
+    return Stack(f"{attention}.kv_b_proj.weight", of_heads(attention), rows=_rows_of_head)
+
+
+def _rows_of_head(config: Any, _block: int) -> tuple[int, int]:
+    """Of keys and of values."""
+    return config.qk_nope_head_dim, config.v_head_dim
+
+
+def turned_keys(attention: str) -> dict[str, Transform]:
+    """Return the transform of the first of these parts."""
+    return {of_heads(attention)[0].removesuffix(".weight"): Transform(transposed=True)}
+
+
+def whole_key(config: Any) -> int:
+    """Return the values of a head's key, of which some turn."""
+    return config.qk_nope_head_dim + config.qk_rope_head_dim
+
+
+def latent_key(config: Any) -> int:
+    """Return the values of the one key head that llama.cpp has: the latent values, and what turns."""
+    return config.kv_lora_rank + config.qk_rope_head_dim
+
+
+# llama.cpp has one key head of the latent values, and a matrix for each head before and behind it. A head has the key
+# and value lengths that it has there; the lengths of "mla" are the model's.
+LATENT_KEYS: dict[str, Setting] = {
+    KEY_HEADS: lambda _config: 1, KEY_LENGTH: latent_key, VALUE_LENGTH: "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.value_length_mla": "v_head_dim", "attention.key_length_mla": whole_key,
+    "rope.dimension_count": "qk_rope_head_dim",
+}  # fmt: skip
+
+
+def _latent(config: Any) -> str | None:
+    """llama.cpp asks for a rank of the queries but of models that it knows by their numbers of blocks."""
+    lite = config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
+    if (config.q_lora_rank is None) == lite:
+        return None
+    return f"q_lora_rank = {config.q_lora_rank} with {config.num_hidden_layers} blocks, and llama.cpp has it otherwise"
+
+
+def _ungrouped(config: Any) -> str | None:
+    """llama.cpp chooses groups of experts by their two best, DeepSeek-V2 by the best."""
+    grouped = config.topk_method != "greedy" and (config.n_group or 1) > 1
+    return f"topk_method = {config.topk_method!r}, and llama.cpp chooses groups otherwise" if grouped else None
+
+
+_DEEPSEEK = Architecture(
+    "deepseek_v3", "deepseek2", (*_PARTS, *of_heads("self_attn")), names_like="deepseek2",
+    per_block=(*mixed(before_experts, *_MIXTURE, SCORES), *_QUERIES), gguf_names={SCORES: AS_SCORES},
+    stacks=(stack_of_heads("self_attn"),), transforms=turned_keys("self_attn"),
+    keys=routed(SIGMOID) | LATENT_KEYS | {EXPERTS: "n_routed_experts"},
+    rope_types=("default", "yarn"), yarn_scores=True,
+    shapes={"attn_q": ("latent queries", "hidden"), "attn_output": ("hidden", "latent values")},
+    checks=(_latent,), required_config=UNBIASED, fixed_epsilon=LATENT_NORMS,
+)  # fmt: skip
+
+# MiniCPM 3's factors of embedding, blocks and head, as llama.cpp has fixed them (src/models/minicpm3.cpp).
+_MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+
+
+def _with_rank(config: Any) -> str | None:
+    """llama.cpp has latent queries always, and no scale of the scores."""
+    if config.q_lora_rank is None:
+        return "q_lora_rank = None, and llama.cpp has a rank of the queries"
+    scale = (config.rope_parameters or {}).get("mscale_all_dim")
+    return f"the rope's mscale_all_dim = {scale}, and llama.cpp has none" if scale else None
+
+
+def _depth(config: Any) -> float:
+    """What each block adds is multiplied by, beside the factor that llama.cpp has fixed."""
+    return float(config.scale_depth / _MINICPM["scale_depth"])
+
+
+# Indexers
+
+_INDEXER = {
+    f"self_attn.indexer.{part}": f"indexer.{name}" for part, name in {
+        "wq_b.weight": "attn_q_b.weight", "wk.weight": "attn_k.weight", "weights_proj.weight": "proj.weight",
+        "k_norm.weight": "k_norm.weight", "k_norm.bias": "k_norm.bias",
+    }.items()
+}  # fmt: skip
+_INDEXED = _DEEPSEEK.like(
+    "deepseek_v32", per_block=(*mixed(is_dense, *_MIXTURE, SCORES), *_QUERIES), gguf_names=_INDEXER,
+    # transformers keeps the first in float32 and nobody quantizes it, so that calibration leaves it out.
+    same_inputs={"self_attn.indexer.weights_proj.weight": "self_attn.indexer.wk.weight"},
+    shapes={
+        "indexer.attn_q_b": ("index queries", "query latent"), "indexer.attn_k": ("index head", "hidden"),
+        "indexer.proj": ("index heads", "hidden"),
+    },
+    keys=DENSE_BLOCKS | {
+        "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    },
+)  # fmt: skip
+INDEXED = "indexed_attention"
+
+
+def _indexer(config: Any) -> str | None:
+    """llama.cpp ends the program for other sizes: it turns values by a matrix of a power of two."""
+    size = config.index_head_dim
+    if size < 64 or size & (size - 1):
+        return f"index_head_dim = {size}, and llama.cpp has a power of two, 64 or more"
+    return None
+
+
+def _whole_scale(config: Any) -> str | None:
+    """llama.cpp takes YaRN's mscale to be 1."""
+    rope = config.rope_parameters or {}
+    scale = rope.get("mscale") if rope.get("rope_type") == "yarn" else 1.0
+    return None if scale == 1.0 else f"the rope's mscale = {scale}, and llama.cpp has 1"
+
+
+def _of(kind: str, setting: Setting) -> Callable[[Any], Any]:
+    """A setting of the first block of a kind, or of the first of all; what differs by block stands there alone."""
+
+    def first(config: Any) -> Any:
+        kinds = list(config.layer_types)
+        own = config.per_layer_config[kinds.index(kind) if kind in kinds else 0]
+        return getattr(own, setting) if isinstance(setting, str) else setting(own)
+
+    return first
+
+
+def _two_kinds(config: Any) -> str | None:
+    """llama.cpp has one geometry of blocks with a window, and one of those with an indexer."""
+    kinds = list(config.layer_types)
+    if set(kinds) != {INDEXED, SLIDING}:
+        return f"layer_types = {kinds}, and llama.cpp has windows in some blocks and an indexer in the others"
+    names = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    for kind in (INDEXED, SLIDING):
+        blocks = [config.per_layer_config[block] for block, own in enumerate(kinds) if own == kind]
+        for name in names:
+            if len(values := {getattr(block, name) for block in blocks}) > 1:
+                return f"{name} = {sorted(values)} in blocks of {kind}, and llama.cpp has one"
+    for name in ("q_lora_rank", "qk_rope_head_dim"):
+        one, other = (_of(kind, name)(config) for kind in (INDEXED, SLIDING))
+        if one != other:
+            return f"{name} = {one}, with a window {other}, and llama.cpp has one for all"
+    return None
+
+
+def _shared_width(config: Any) -> int:
+    return config.shared_experts_intermediate_size * config.n_shared_experts
+
+
+def _dots_experts(config: Any) -> str | None:
+    name = "shared_experts_intermediate_size * n_shared_experts"
+    return whole_experts(name, _shared_width(config), config.moe_intermediate_size)
+
+
+def _dots_heads(config: Any) -> int | list[int]:
+    own = config.per_layer_config
+    return one_or_list([own[block].num_attention_heads for block in range(config.num_hidden_layers)])
+
+
+ROWS = (
+    _DEEPSEEK.like("deepseek_v3", required_config={"rope_interleave": (True,)}),
+    _DEEPSEEK.like(
+        "deepseek_v2", per_block=(*mixed(before_experts, *_MIXTURE), *_QUERIES), checks=(_latent, _ungrouped),
+        keys={  # groups that "greedy" does not look at
+            "expert_gating_func": lambda _config: SOFTMAX,
+            "expert_group_count": lambda config: config.n_group and 1,
+            "expert_group_used_count": lambda config: config.topk_group and 1,
+        },
+        required_config={"norm_topk_prob": (False,), "mlp_bias": (False,)},
+    ),
+    _DEEPSEEK.like(
+        "youtu", parts=(*_DEEPSEEK.parts, *weights(*MLP)), per_block=_QUERIES,
+        required_config={"rope_interleave": (True,)},
+        keys={
+            **dict.fromkeys(
+                (
+                    "expert_used_count", "expert_weights_scale", "expert_weights_norm", "expert_group_count",
+                    "expert_group_used_count",
+                ),
+                lambda _config: None,
+            ),
+            **dict.fromkeys((EXPERTS, "expert_shared_count"), lambda _config: 0),
+            "leading_dense_block_count": "num_hidden_layers", "expert_feed_forward_length": "intermediate_size",
+            "expert_gating_func": lambda _config: SOFTMAX,
+        },
+    ),
+    _DEEPSEEK.like(
+        "glm4_moe_lite", per_block=_INDEXED.per_block, checks=(_latent, dense_first), rope_types=("default",),
+        keys=DENSE_BLOCKS, required_config={"rope_interleave": (True,)},
+    ),
+    _INDEXED.like(
+        "deepseek_v32", "deepseek32", parts=(*_DEEPSEEK.parts, *_INDEXER),
+        checks=(dense_first, _indexer, _whole_scale),
+        required_config={"layer_types": lambda config: ([INDEXED] * config.num_hidden_layers,)},
+    ),
+    _INDEXED.like(
+        "dots3_note_text", "dots3note", rope_types=("default",), rotated_apart=True, by_block=True,
+        follows_window=True, fixed_epsilon="",
+        parts=(*_DEEPSEEK.parts, *_WITH_RANK, *weights("self_attn.g_proj", "self_attn.k_rope_only_layernorm")),
+        per_block=(
+            *_INDEXED.per_block[:2], (lambda config, block: config.layer_types[block] != SLIDING, _INDEXER)
+        ),
+        gguf_names={
+            "self_attn.g_proj.weight": "attn_gate.weight",
+            "self_attn.k_rope_only_layernorm.weight": "attn_k_norm.weight",
+        },
+        stacks=(Stack(
+            "self_attn.kv_b_proj.weight", of_heads("self_attn"),
+            rows=lambda config, block: _rows_of_head(config.per_layer_config[block], block),
+        ),),
+        transforms={  # transformers turns neighbouring pairs of an indexer's values, llama.cpp halves
+            "self_attn.indexer.wq_b": Transform(INDEX_QUERY_PAIRS), "self_attn.indexer.wk": Transform(INDEX_KEY_PAIRS),
+            "self_attn.indexer.k_norm": Transform(INDEX_KEY_PAIRS),
+            "self_attn.q_a_layernorm": Transform(sqrt_factors=("hidden", "query latent")),
+            "self_attn.kv_a_layernorm": Transform(sqrt_factors=("hidden", "latent")),
+        },
+        shapes={"attn_gate": ("heads", "hidden"), "attn_k_norm": ("rotated",)},
+        keys={
+            QUERY_HEADS: _dots_heads,
+            "expert_shared_count": lambda config: _shared_width(config) // config.moe_intermediate_size,
+            "attention.indexer.types": lambda config: [kind != SLIDING for kind in config.layer_types],
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": lambda config: [kind == SLIDING for kind in config.layer_types],
+            "attention.q_lora_rank": _of(INDEXED, "q_lora_rank"),
+            "rope.dimension_count": _of(INDEXED, "qk_rope_head_dim"),
+            **{
+                f"attention.{name}{behind}": _of(kind, setting)
+                for kind, behind in ((INDEXED, ""), (SLIDING, "_swa"))
+                for name, setting in {
+                    "kv_lora_rank": "kv_lora_rank", "value_length": "kv_lora_rank", "key_length": latent_key,
+                    "key_length_mla": whole_key, "value_length_mla": "v_head_dim",
+                }.items()
+            },
+        },
+        checks=(dense_first, _two_kinds, _indexer, _dots_experts),
+    ),
+    Architecture(
+        "minicpm3", "minicpm3",
+        weights(
+            *(f"self_attn.{part}" for part in (
+                "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"
+            )), *MLP, *NORMS,
+        ),
+        keys=RMS | {
+            KEY_LENGTH: whole_key, VALUE_LENGTH: "v_head_dim",
+            "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+            "rope.dimension_count": "qk_rope_head_dim",
+        },
+        shapes={"attn_q_b": ("queries", "query latent"), "attn_output": ("hidden", "values")},
+        multipliers={
+            EMBEDDING: lambda config: config.scale_emb / _MINICPM["scale_emb"],
+            "self_attn.o_proj.weight": _depth, "mlp.down_proj.weight": _depth,
+            "lm_head.weight": lambda config: config.dim_model_base / _MINICPM["dim_model_base"],
+        },
+        multiplied=_MINICPM, rope_types=("default", "longrope"), checks=(_with_rank,), fixed_epsilon=LATENT_NORMS,
+        required_config={**UNBIASED_MLP, **EQUAL_HEADS},
+    ),
+)  # fmt: skip

@@ -1,0 +1,471 @@
+"""Architectures of which some blocks have no attention: short convolutions, delta rules, Mamba 2.
+
+What llama.cpp has fixed of Kimi's delta attention: src/models/kimi-linear.cpp and bailingmoe3.cpp of
+https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from quantkit.formats.gguf.architectures.latent import (
+    LATENT_NORMS,
+    latent_key,
+    of_heads,
+    stack_of_heads,
+    turned_keys,
+    whole_key,
+)
+from quantkit.formats.gguf.architectures.mixtures import (
+    AS_SCORES,
+    AS_SHARED,
+    DENSE_BLOCKS,
+    EXPERT_INNER,
+    GRANITE_SHARED_STACK,
+    GRANITE_STACKS,
+    KINDS,
+    SHARED_INNER,
+    SHARED_PARTS,
+    SIGMOID,
+    dense_first,
+    in_dense_layers,
+    is_dense,
+    routed,
+)
+from quantkit.formats.gguf.architectures.record import (
+    ATTENTION,
+    EMBEDDING,
+    EQUAL_HEADS,
+    EXP,
+    EXPERTS_USED,
+    GRANITE_SCALES,
+    HEAD_NORMS,
+    MINUS_EXP,
+    MLP,
+    NORMS,
+    PLAIN_EXPERTS,
+    RMS,
+    ROTARY,
+    SILU,
+    UNBIASED,
+    W_EXPERTS,
+    Architecture,
+    Function,
+    Parts,
+    Setting,
+    Transform,
+    experts_of,
+    unless,
+    weights,
+)
+from quantkit.formats.gguf.row_orders import (
+    CHANNELS_OF_GROUPS,
+    GATES_OF_GROUPS,
+    TILED_CHANNELS,
+    TILED_HEADS,
+    TILED_VALUES,
+)
+from quantkit.formats.gguf.shapes import EXPERTS, INNER, KEY_HEADS, KEY_LENGTH, VALUE_LENGTH
+
+ATTENDS, RECURS = {"full_attention", "attention"}, {"conv", "linear_attention", "mamba"}
+
+
+def _attends(config: Any, block: int) -> bool:
+    """Whether a block has attention to all tokens; else it has a state or a convolution."""
+    return bool(config.layer_types[block] in ATTENDS)
+
+
+_recurs = unless(_attends)
+
+
+def _key_heads(config: Any) -> list[int]:
+    return [config.num_key_value_heads * _attends(config, block) for block in range(config.num_hidden_layers)]
+
+
+def _both_kinds(config: Any) -> str | None:
+    """llama.cpp ends the program where no block has attention, or none is recurrent: a half of its memory is empty."""
+    kinds = set(config.layer_types)
+    if kinds & ATTENDS and kinds & RECURS:
+        return None
+    return f"blocks of {', '.join(sorted(kinds))} alone, and llama.cpp ends without attention or recurrence"
+
+
+# Short convolutions
+
+
+def _known_blocks(config: Any) -> str | None:
+    known = {"full_attention", "conv", "linear_attention"}
+    return None if set(config.layer_types) <= known else f"layer_types = {config.layer_types}"
+
+
+def _lfm2_inner(config: Any) -> int:
+    """As transformers computes it (models/lfm2/modeling_lfm2.py, Lfm2MLP)."""
+    inner = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return int(inner)
+    inner = int(2 * inner / 3)
+    if config.block_ffn_dim_multiplier is not None:
+        inner = int(config.block_ffn_dim_multiplier * inner)
+    return int(config.block_multiple_of * ((inner + config.block_multiple_of - 1) // config.block_multiple_of))
+
+
+_LFM2_DENSE = weights(*(f"feed_forward.{part}" for part in ("w1", "w2", "w3")))
+_LFM2 = Architecture(
+    "lfm2", "lfm2", weights("operator_norm", "ffn_norm"), outside=(EMBEDDING, "model.embedding_norm.weight"),
+    per_block=(
+        (_attends, weights(*ATTENTION[:3], "self_attn.out_proj", "self_attn.q_layernorm", "self_attn.k_layernorm")),
+        (_recurs, weights("conv.conv", "conv.in_proj", "conv.out_proj")),
+    ),
+    rope_types=("default",), required_config={"conv_bias": (False,)}, checks=(_known_blocks, _both_kinds),
+)  # fmt: skip
+_LFM2_KEYS: dict[str, Setting] = {
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+    KEY_HEADS: _key_heads,
+    "shortconv.l_cache": "conv_L_cache",
+}
+
+# Gated delta rules, and attention whose output is gated: queries and gates of a head lie side by side
+
+DELTA_LENGTHS = "lengths of queries and keys of delta attention"
+_DELTA = "linear_attn"
+
+
+def _sections(config: Any) -> list[int]:
+    """Of the rotated values, by the coordinate of an image; of text all coordinates are the same."""
+    given = list((config.rope_parameters or {}).get("mrope_section") or (11, 11, 10))
+    return [*given, 0, 0, 0, 0][:4]
+
+
+def _few_sections(config: Any) -> str | None:
+    """llama.cpp ends the program where the sections are longer than a head."""
+    count = sum(_sections(config))
+    return f"mrope_section = {_sections(config)} in heads of {config.head_dim}" if count > config.head_dim else None
+
+
+def _delta_blocks(*projections: str) -> tuple[Any, ...]:
+    own = weights(*(f"{_DELTA}.{part}" for part in (*projections, "conv1d", "norm", "out_proj")))
+    return (_attends, weights(*ATTENTION, *HEAD_NORMS)), (_recurs, (*own, f"{_DELTA}.A_log", f"{_DELTA}.dt_bias"))
+
+
+_QWEN3_NEXT = Architecture(
+    "qwen3_next", "qwen3next", (*weights(*NORMS, "mlp.gate", *SHARED_PARTS), *PLAIN_EXPERTS), norm_shift=1.0,
+    per_block=_delta_blocks("in_proj_qkvz", "in_proj_ba"),
+    gguf_names={
+        f"{_DELTA}.A_log": "ssm_a", f"{_DELTA}.dt_bias": "ssm_dt.bias", f"{_DELTA}.norm.weight": "ssm_norm.weight",
+        f"{_DELTA}.conv1d.weight": "ssm_conv1d.weight", f"{_DELTA}.out_proj.weight": "ssm_out.weight",
+        f"{_DELTA}.in_proj_ba.weight": "ssm_ba.weight",
+    },
+    transforms={
+        f"{_DELTA}.A_log": Transform(function=MINUS_EXP), f"{_DELTA}.norm": Transform(),
+        f"{_DELTA}.in_proj_qkvz": Transform(
+            split={"attn_qkv.weight": CHANNELS_OF_GROUPS, "attn_gate.weight": GATES_OF_GROUPS}
+        ),
+    },
+    shapes={"attn_q": ("two queries", "hidden"), "attn_qkv": ("channels", "hidden")}, partial_rotary=True,
+    keys=RMS | {
+        "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+        "ssm.inner_size": lambda config: config.linear_value_head_dim * config.linear_num_value_heads,
+        "attention.recurrent_layers": lambda config: [kind == "linear_attention" for kind in config.layer_types],
+    },
+    rope_types=("default",), checks=(_known_blocks, _both_kinds), fixed_epsilon=DELTA_LENGTHS,
+    required_config={**UNBIASED, "linear_value_head_dim": lambda config: (config.linear_key_head_dim,)},
+)  # fmt: skip
+_MIXTURE_KEYS = EXPERTS_USED | EXPERT_INNER | SHARED_INNER | {EXPERTS: "num_experts"}
+# Qwen 3.5: value heads that share a key head lie apart in the file, so that they repeat like tiles.
+_QWEN35 = _QWEN3_NEXT.like(
+    "qwen3_5_text", "qwen35", parts=weights(*NORMS, *MLP),
+    per_block=_delta_blocks("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+    gguf_names={
+        f"{_DELTA}.in_proj_{part}.weight": f"{name}.weight"
+        for part, name in (("qkv", "attn_qkv"), ("z", "attn_gate"), ("a", "ssm_alpha"), ("b", "ssm_beta"))
+    },
+    transforms={
+        f"{_DELTA}.A_log": Transform(TILED_HEADS, function=MINUS_EXP),
+        **dict.fromkeys((f"{_DELTA}.{part}" for part in ("dt_bias", "in_proj_a", "in_proj_b")), Transform(TILED_HEADS)),
+        **dict.fromkeys((f"{_DELTA}.{part}" for part in ("in_proj_qkv", "conv1d")), Transform(TILED_CHANNELS)),
+        f"{_DELTA}.in_proj_z": Transform(TILED_VALUES), f"{_DELTA}.out_proj": Transform(columns=TILED_VALUES),
+    },
+    checks=(*_QWEN3_NEXT.checks, _few_sections),
+)  # fmt: skip
+_SECTIONS: dict[str, Setting] = {"rope.dimension_sections": _sections}
+
+# Mamba 2
+
+_MAMBA_NAMES = {
+    "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "norm.weight": "ssm_norm.weight",
+    "in_proj.weight": "ssm_in.weight", "out_proj.weight": "ssm_out.weight", "conv1d.weight": "ssm_conv1d.weight",
+    "conv1d.bias": "ssm_conv1d.bias",
+}  # fmt: skip
+_MAMBA, _MIXER = ({f"{layer}.{part}": name for part, name in _MAMBA_NAMES.items()} for layer in ("mamba", "mixer"))
+_MAMBA_SHAPES = {"ssm_a": ("steps", "one"), "ssm_norm": ("groups", "values of a group")}
+_MAMBA_KEYS: dict[str, Setting] = {
+    "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+    "ssm.inner_size": lambda config: config.mamba_n_heads * config.mamba_d_head,
+}  # fmt: skip
+_FEED_FORWARD = weights(*(f"feed_forward.{kind}_proj" for kind in KINDS))
+_BAMBA = Architecture(
+    "bamba", "granitehybrid", (*weights("input_layernorm", "pre_ff_layernorm"), *_FEED_FORWARD),
+    per_block=((_attends, weights(*ATTENTION)), (_recurs, tuple(_MAMBA))),
+    outside=(EMBEDDING, "model.final_layernorm.weight"), shapes=_MAMBA_SHAPES,
+    gguf_names=_MAMBA | {"pre_ff_layernorm.weight": "ffn_norm.weight"},
+    transforms=ROTARY | {"mamba.A_log": Transform(function=MINUS_EXP)}, partial_rotary=True,
+    keys=RMS | _MAMBA_KEYS | {KEY_HEADS: _key_heads}, checks=(_both_kinds,),
+    required_config={
+        **UNBIASED, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mlp_bias": (False,),
+        "time_step_limit": ((0.0, math.inf), None), "mamba_expand": (2,),
+    },
+)  # fmt: skip
+_ONES = (
+    *(f"{kind}_{side}_multiplier" for kind in ("attention", "ssm") for side in ("in", "out")),
+    "key_multiplier", "embedding_multiplier", "lm_head_multiplier",
+)  # fmt: skip
+
+
+def _of_in_proj(config: Any) -> list[tuple[int, float]]:
+    """(rows, factor) of gates, values, input and output states, and steps; all are taken of a scaled input."""
+    inner, states = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
+    counts = (inner, inner, states, states, config.mamba_n_heads)
+    of_parts = zip(counts, config.ssm_multipliers, strict=True)
+    return [(count, factor * config.ssm_in_multiplier) for count, factor in of_parts]
+
+
+def _is(kind: str) -> Any:
+    return lambda config, block: config.layers_block_type[block] == kind
+
+
+def _nemotron_inners(config: Any) -> list[int]:
+    """Of each block, 0 without a feed-forward layer."""
+    inner = config.moe_intermediate_size if "moe" in config.layers_block_type else config.intermediate_size
+    return [int(inner) * (kind in ("mlp", "moe")) for kind in config.layers_block_type]
+
+
+def _with_experts(setting: str) -> Setting:
+    return lambda config: getattr(config, setting) if "moe" in config.layers_block_type else None
+
+
+def _nemotron_kinds(config: Any) -> str | None:
+    kinds = set(config.layers_block_type)
+    if kinds <= {"linear_attention", "full_attention", "mlp"} or "mlp" not in kinds:
+        return None
+    return "blocks with experts beside blocks with one feed-forward layer, and llama.cpp has either"
+
+
+# Kimi's delta attention in most blocks, and latent attention in the others
+
+
+def _latent_key_heads(config: Any) -> list[int]:
+    """Of each block: latent attention has one key head."""
+    return [int(_attends(config, block)) for block in range(config.num_hidden_layers)]
+
+
+def _below_zero(config: Any) -> str | None:
+    """llama.cpp ends the program for others."""
+    return None if config.kda_lower_bound < 0 else f"kda_lower_bound = {config.kda_lower_bound}, which is not below 0"
+
+
+def _kimi(
+    model_type: str, name: str, attention: str, mixture: str, output: str, scores: str, experts: tuple[str, ...],
+    delta: dict[str, str], latent: Parts = (), decay: Function = MINUS_EXP, **other: Any,
+) -> Architecture:  # fmt: skip
+    """`attention` and `mixture` (of experts) are parts of a block, `output` is the last layer of the first.
+
+    `delta` are the parts of delta attention that the two have otherwise, with their names in the file.
+    """
+    parts = {f"{attention}.{part}_conv1d.weight": f"ssm_conv1d_{part}.weight" for part in "qkv"} | {
+        f"{attention}.{part}": kind for part, kind in delta.items()
+    } | {
+        f"{attention}.A_log": "ssm_a", f"{attention}.dt_bias": "ssm_dt.bias",
+        f"{attention}.b_proj.weight": "ssm_beta.weight", f"{attention}.o_norm.weight": "ssm_norm.weight",
+        f"{attention}.k_proj.weight": "attn_k.weight", f"{attention}.v_proj.weight": "attn_v.weight",
+    }  # fmt: skip
+    every = {f"{attention}.q_proj.weight": "attn_q.weight", f"{attention}.{output}.weight": "attn_output.weight"}
+    names = every | dict(latent) | {
+        f"{attention}.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+        f"{attention}.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+        f"{mixture}.gate.weight": "ffn_gate_inp.weight", scores: AS_SCORES,
+        **{f"{mixture}.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in KINDS},
+    }  # fmt: skip
+    return Architecture(
+        model_type, name, (*every, *weights(*NORMS)), names_like="kimi-linear", gguf_names=names,
+        per_block=(
+            (_recurs, parts), (is_dense, weights(*MLP)),
+            (_attends, (
+                *of_heads(attention), *latent,
+                *weights(f"{attention}.kv_a_proj_with_mqa", f"{attention}.kv_a_layernorm"),
+            )),
+            (unless(is_dense), (
+                scores, *weights(f"{mixture}.gate", *(f"{mixture}.shared_experts.{kind}_proj" for kind in KINDS)),
+                *experts,
+            )),
+        ),
+        stacks=(stack_of_heads(attention),),
+        transforms=turned_keys(attention) | {
+            f"{attention}.A_log": Transform(function=decay, source_shape=other.pop("source_shape", (-1,)))
+        },
+        keys=routed(SIGMOID) | DENSE_BLOCKS | {
+            EXPERTS: "num_local_experts", KEY_HEADS: _latent_key_heads, KEY_LENGTH: latent_key,
+            VALUE_LENGTH: "kv_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
+            "attention.key_length_mla": whole_key, "rope.dimension_count": "qk_rope_head_dim",
+            "ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim",
+        } | other.pop("keys", {}),
+        shapes={
+            "attn_q": ("delta or latent queries", "hidden"), "attn_output": ("hidden", "delta or latent values"),
+            **dict.fromkeys(("attn_k", "attn_v", "ssm_g_a", "ssm_f_a"), ("delta", "hidden")),
+            **dict.fromkeys((f"ssm_conv1d_{part}" for part in "qkv"), ("delta", "one", "kernel")),
+            "ssm_beta": ("heads", "hidden"), "ssm_a": ("heads", "one"), "ssm_dt": ("delta",),
+            "ssm_norm": ("delta head",), **other.pop("shapes"),
+        },
+        fixed_epsilon=f"{LATENT_NORMS} and the {DELTA_LENGTHS}",
+        checks=(dense_first, _both_kinds, *other.pop("checks", ())),
+        required_config={
+            "linear_num_heads": lambda config: (config.num_attention_heads,), "tie_word_embeddings": (False,),
+            **UNBIASED, **EQUAL_HEADS, **other.pop("required_config"),
+        },
+        **other,
+    )  # fmt: skip
+
+
+ROWS = (
+    Architecture(
+        "nemotron_h", "nemotron_h", weights("norm"), name_with_experts="nemotron_h_moe", blocks="backbone.layers",
+        outside=("backbone.embeddings.weight", "backbone.norm_f.weight"), head_always=True, rope_types=(),
+        per_block=(
+            (_attends, weights(*(f"mixer.{part}_proj" for part in "qkvo"))),
+            (_is("mlp"), weights("mixer.up_proj", "mixer.down_proj")), (_is("linear_attention"), tuple(_MIXER)),
+            (_is("moe"), (
+                *weights("mixer.gate", "mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+                "mixer.gate.e_score_correction_bias", *experts_of("mixer.experts", "up_proj", "down_proj"),
+            )),
+        ),
+        gguf_names=_MIXER | {
+            "mixer.gate.weight": "ffn_gate_inp.weight", "mixer.gate.e_score_correction_bias": AS_SCORES,
+            **{f"mixer.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in ("up", "down")},
+        },
+        transforms={"mixer.A_log": Transform(function=MINUS_EXP)}, shapes=_MAMBA_SHAPES,
+        keys={
+            EXPERTS: lambda config: config.n_routed_experts if "moe" in config.layers_block_type else 0,
+            INNER: _nemotron_inners, KEY_HEADS: _key_heads,
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+            "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads",
+            "ssm.inner_size": lambda config: config.mamba_num_heads * config.mamba_head_dim,
+            **{
+                key: _with_experts(setting) for key, setting in {
+                    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+                    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+                    "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
+                    "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group",
+                    "expert_group_used_count": "topk_group",
+                }.items()
+            },
+        },
+        required_config={
+            "mlp_hidden_act": ("relu2",), "mamba_hidden_act": SILU, "use_conv_bias": (True,), "use_bias": (False,),
+            "mlp_bias": (False,), "mamba_proj_bias": (False,), "moe_latent_size": (None,), "sliding_window": (None,),
+            "attention_bias": (False,),
+        },
+        checks=(_nemotron_kinds, _both_kinds),
+    ),
+    Architecture(
+        "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *W_EXPERTS), mark="embedding_scale",
+        shapes=_MAMBA_SHAPES,
+        per_block=(
+            *_BAMBA.per_block,
+            ("num_local_experts", weights("block_sparse_moe.router.layer")), ("num_local_experts", AS_SHARED),
+            (
+                lambda config, _block: not config.num_local_experts,
+                {part: name.replace("_shexp", "") for part, name in AS_SHARED.items()},
+            ),
+        ),
+        gguf_names=_MAMBA, transforms=_BAMBA.transforms, stacks=(*GRANITE_STACKS, GRANITE_SHARED_STACK),
+        keys=RMS | GRANITE_SCALES | _MAMBA_KEYS | {
+            EXPERTS: "num_local_experts", KEY_HEADS: _key_heads,
+            INNER: lambda config: config.intermediate_size if config.num_local_experts
+            else config.shared_intermediate_size,
+            "expert_used_count": lambda config: config.num_experts_per_tok if config.num_local_experts else None,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "rope.scaling.finetuned": lambda config: config.position_embedding_type == "rope",
+        },
+        required_config={
+            **UNBIASED, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,),
+            "time_step_limit": ((0.0, math.inf), None),
+        },
+        checks=(_both_kinds,),
+    ),
+    _BAMBA,
+    Architecture(  # attention and a state in every block, side by side
+        "falcon_h1", "falcon-h1",
+        (*_BAMBA.parts, *weights(*ATTENTION), *(part for part in _MAMBA if part != "mamba.norm.weight")),
+        per_block=(("mamba_rms_norm", weights("mamba.norm")),), outside=_BAMBA.outside, shapes=_MAMBA_SHAPES,
+        gguf_names=_MAMBA | {"pre_ff_layernorm.weight": "ffn_norm"}, rope_types=("default",),
+        transforms={"mamba.A_log": Transform(function=MINUS_EXP)},
+        multipliers={
+            "self_attn.q_proj.weight": "attention_in_multiplier", "self_attn.v_proj.weight": "attention_in_multiplier",
+            "self_attn.k_proj.weight": lambda config: config.attention_in_multiplier * config.key_multiplier,
+            "self_attn.o_proj.weight": "attention_out_multiplier", "mamba.in_proj.weight": _of_in_proj,
+            "mamba.out_proj.weight": "ssm_out_multiplier",
+            "feed_forward.gate_proj.weight": lambda config: config.mlp_multipliers[0],
+            "feed_forward.down_proj.weight": lambda config: config.mlp_multipliers[1],
+            EMBEDDING: "embedding_multiplier", "lm_head.weight": "lm_head_multiplier",
+        },
+        multiplied={
+            **dict.fromkeys(_ONES, 1.0), "mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5,
+        },
+        keys=RMS | _MAMBA_KEYS,
+        required_config={
+            **UNBIASED, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "projectors_bias": (False,),
+            "mlp_bias": (False,), "time_step_limit": ((0.0, math.inf), None),
+            # llama.cpp's norm of what a state gives comes behind the gate.
+            "mamba_norm_before_gate": lambda config: (False,) if config.mamba_rms_norm else (False, True),
+        },
+    ),
+    _LFM2.like(
+        "lfm2", parts=(*_LFM2.parts, *_LFM2_DENSE), keys={INNER: _lfm2_inner, **_LFM2_KEYS},
+    ),
+    _LFM2.like(
+        "lfm2_moe", "lfm2moe",
+        per_block=(
+            *_LFM2.per_block, (in_dense_layers, _LFM2_DENSE),
+            (unless(in_dense_layers), (
+                *weights("feed_forward.gate"), "feed_forward.expert_bias",
+                *experts_of("feed_forward.experts", "w1", "w3", "w2"),
+            )),
+        ),
+        gguf_names={"feed_forward.expert_bias": AS_SCORES},
+        keys=EXPERTS_USED | EXPERT_INNER | _LFM2_KEYS | {
+            EXPERTS: "num_experts", "leading_dense_block_count": "num_dense_layers",
+            "expert_gating_func": lambda _config: SIGMOID,
+        },
+        required_config={"use_expert_bias": (True,), "norm_topk_prob": (True,), "routed_scaling_factor": (1.0,)},
+    ),
+    _QWEN3_NEXT.like(
+        "qwen3_next", keys=_MIXTURE_KEYS,
+        required_config={"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    ),
+    _QWEN35.like("qwen3_5_text", keys=_SECTIONS),
+    _QWEN35.like(
+        "qwen3_5_moe_text", "qwen35moe", parts=_QWEN3_NEXT.parts,
+        keys=_MIXTURE_KEYS | {INNER: "moe_intermediate_size"} | _SECTIONS,
+    ),
+    _kimi(
+        "kimi_linear", "kimi-linear", "self_attn", "block_sparse_moe", "o_proj",
+        "block_sparse_moe.gate.e_score_correction_bias", W_EXPERTS,
+        {f"{part}_proj.weight": f"ssm_{part}.weight" for part in ("f_a", "f_b", "g_a", "g_b")},
+        source_shape=(1, 1, -1, 1), rope_types=(),
+        shapes=dict.fromkeys(("ssm_f_a", "ssm_g_a"), ("delta head", "hidden"))
+        | dict.fromkeys(("ssm_f_b", "ssm_g_b"), ("delta", "delta head")),
+        required_config={"norm_topk_prob": (True,), "q_lora_rank": (None,)},
+    ),
+    _kimi(
+        "bailing_hybrid", "bailingmoe3", "attention", "mlp", "dense", "mlp.gate.expert_bias", PLAIN_EXPERTS,
+        {"f_proj.weight": "ssm_f_a.weight", "g_proj.weight": "ssm_g_a.weight"},
+        latent={"attention.g_proj.weight": "attn_gate.weight"}, decay=EXP, rope_types=("default",),
+        outside=("model.word_embeddings.weight", "model.norm.weight"), shapes={"attn_gate": ("heads", "hidden")},
+        keys={"kda.gate_lower_bound": lambda config: float(config.kda_lower_bound)},
+        required_config={"kda_safe_gate": (True,)}, checks=(_below_zero,),
+    ),
+)  # fmt: skip

@@ -1,1 +1,0 @@
-"""What llama.cpp wants of each architecture, a row each."""

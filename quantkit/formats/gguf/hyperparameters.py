@@ -1,0 +1,181 @@
+"""A model's numbers from config.json, as the keys of its file tell them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
+from quantkit.formats.gguf.architectures.record import Architecture, Setting, of_config
+from quantkit.formats.gguf.rope import MOST, rope_of
+from quantkit.formats.gguf.shapes import (
+    BLOCKS,
+    CONTEXT,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    KEY_HEADS,
+    KEY_LENGTH,
+    NUMBERS,
+    QUERY_HEADS,
+    ROTATED,
+    VALUE_LENGTH,
+    ModelShape,
+    Value,
+)
+from quantkit.models.source import Source
+from quantkit.untrusted import shown, told, whole_number
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+# Where the common numbers stand in a configuration of transformers; an architecture may say otherwise.
+COMMON: dict[str, Setting] = {
+    BLOCKS: "num_hidden_layers",
+    CONTEXT: "max_position_embeddings",
+    HIDDEN: "hidden_size",
+    INNER: "intermediate_size",
+    QUERY_HEADS: "num_attention_heads",
+    KEY_HEADS: lambda config: getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    KEY_LENGTH: _head_size,
+    EXPERTS: lambda _config: 0,
+}
+GROUPS, GROUPS_USED = "expert_group_count", "expert_group_used_count"
+MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
+# How the names of keys end whose values are float32.
+REAL = (
+    *("epsilon", "softcapping", "clamp_kqv", "alibi_bias", "freq_base", "freq_base_swa"),
+    *("factor", "scale", "multiplier", "lower_bound"),
+)
+
+
+def find_architecture(source: Source) -> Architecture:
+    """Look the source's architecture up; raises UnsupportedError."""
+    if source.architecture not in KNOWN:
+        why = LACKING.get(source.architecture)
+        reason = f" ({why})" if why else ""
+        raise UnsupportedError(
+            f"{source.model} has the architecture {source.architecture!r}, which is not converted to GGUF{reason}. "
+            f"Known: {', '.join(KNOWN)}."
+        )
+    row = KNOWN[source.architecture]
+    if row.name_with_experts and of_config(source.settings, row.keys[EXPERTS]):
+        return replace(row, name=row.name_with_experts)
+    return row
+
+
+def read_shape(source: Source) -> ModelShape:
+    """Read config.json with the defaults of transformers; raises SourceError, UnsupportedError.
+
+    What would load but compute something else is refused: other activations, rope types, rotary dimensions.
+    """
+    row, config = find_architecture(source), source.settings
+    with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
+        for name, known in row.required_config.items():
+            allowed = known(config) if callable(known) else known
+            value = of_config(config, name)
+            of_blocks = list(value)[: config.num_hidden_layers] if isinstance(value, list | tuple) else value
+            if value not in allowed and of_blocks not in allowed:
+                given = f"config.json has {name} = {shown(value)}"
+                raise UnsupportedError(f"{source.model}: {given}, and llama.cpp has {allowed[0]!r}")
+        for check in row.checks:
+            if (reason := check(config)) is not None:
+                raise UnsupportedError(f"{source.model} has {reason}")
+        settings = COMMON | {VALUE_LENGTH: row.keys.get(KEY_LENGTH, _head_size)} | dict(row.keys)
+        numbers: dict[str, Value] = {key: _number(source, key, settings[key]) for key in NUMBERS}
+        shape = ModelShape(
+            numbers, _number(source, "vocabulary", "vocab_size"), of_config(config, row.gate),
+            bool(config.tie_word_embeddings),
+        )  # fmt: skip
+        _refuse_counts(source, row, shape)
+        keys = {key: of_config(config, setting) for key, setting in row.keys.items() if key not in NUMBERS}
+        turned = keys.get(ROTATED) or shape.heads.size
+        rope_keys, factors = rope_of(source, row, config, turned, shape.number(CONTEXT))
+        stored = {
+            key: _stored_value(source, key, value) for key, value in (rope_keys | keys).items() if value is not None
+        }
+    used = stored.get("expert_used_count")
+    if isinstance(used, int) and not 1 <= used <= shape.experts:
+        raise UnsupportedError(f"{source.model}: config.json lets each token use {used} of {shape.experts} experts")
+    if not shape.experts:
+        del numbers[EXPERTS]
+    groups = _expert_groups(source, shape.experts, stored)
+    return replace(shape, keys=numbers | stored | groups, factors=factors)
+
+
+def _number(source: Source, key: str, setting: Setting) -> int | list[int]:
+    """A count or size, or the list of each block's, as far as a file can hold it; raises UnsupportedError."""
+    called = setting if isinstance(setting, str) else key
+    most = {BLOCKS: MOST_BLOCKS, EXPERTS: MOST_EXPERTS}.get(key, MOST)
+    given = of_config(source.settings, setting)
+    listed = isinstance(given, list)
+    found = [
+        whole_number({called: one}, called, 0 if listed or key == EXPERTS else 1, most, source.model, UnsupportedError)
+        for one in (given if listed else [given])
+    ]
+    whole = [number for number in found if number is not None]
+    if len(whole) < max(len(found), 1):
+        raise UnsupportedError(f"{source.model}: config.json says no {called}")
+    return whole if listed else whole[0]
+
+
+def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None:
+    """Raise SourceError for more blocks or experts than there are tensors, UnsupportedError for unequal heads."""
+    single = not row.stacks and any("{expert}" in part for part in row.parts)
+    experts = shape.experts if single else 0
+    if shape.blocks * max(experts, 1) > len(source.tensors):
+        raise SourceError(
+            f"{source.model}: config.json counts {shape.blocks} blocks{f' of {experts} experts' * bool(experts)}, and "
+            f"the checkpoint has {len(source.tensors)} tensors. Give the config.json that belongs to these weights."
+        )
+    heads = shape.heads
+    if heads.query % max(heads.key, 1) or (row.rope_types and heads.size % 2):
+        raise UnsupportedError(
+            f"{source.model}: config.json has {heads.query} query heads, {heads.key} key heads and a head of "
+            f"{heads.size}, which llama.cpp cannot compute"
+        )
+
+
+def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict[str, Value]:
+    """The keys of groups of experts: one group where none is left out, for which llama.cpp ends the program.
+
+    So it does for groups of one expert or of unequal size, which raise UnsupportedError.
+    """
+    count, used = keys.get(GROUPS, 1), keys.get(GROUPS_USED)
+    if not isinstance(count, int) or count <= 1:
+        return {}
+    if not isinstance(used, int) or not 0 < used <= count or experts % count or experts < 2 * count:
+        raise UnsupportedError(
+            f"{source.model}: config.json has {experts} experts in {count} groups, of which each token uses "
+            f"{shown(used)}, and llama.cpp has equal groups of two or more experts, and uses one or more of them"
+        )
+    return {GROUPS: 1, GROUPS_USED: 1} if used == count else {}
+
+
+def _stored_value(source: Source, key: str, value: Any) -> Value:
+    """The value as a file holds it, float32 or uint32 for a number; raises UnsupportedError where it cannot."""
+    if isinstance(value, str | list) or (isinstance(value, bool) and not key.endswith(REAL)):
+        return value
+    if key.endswith(REAL):
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        most = float(np.finfo(np.float32).max)
+        if not real or not (-most if key.endswith("lower_bound") else 0) <= value <= most:
+            raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, no number of float32")
+        return float(value)
+    if not isinstance(value, int) or not 0 <= value <= MOST:
+        raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, not one from 0 to {MOST:,}")
+    return value
+
+
+def ignored_window(source: Source, shape: ModelShape) -> int | None:
+    """Return the attention window in tokens that llama.cpp ignores; None where it follows it or it changes nothing."""
+    window = whole_number(source.config, "sliding_window", 0, MOST, source.model, UnsupportedError)
+    used = source.config.get("use_sliding_window", source.architecture not in ("qwen2", "qwen3", "qwen3_moe"))
+    if find_architecture(source).follows_window or not used or not window or window >= shape.number(CONTEXT):
+        return None
+    return window

@@ -1,0 +1,97 @@
+"""A source as a GGUF file can hold it: with factors in its weights, without some tensors, with a row for each token."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+from quantkit.checkpoints.floats import FLOATS
+from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats._changed.fitted import FittedSource
+from quantkit.formats._changed.multiplied import TIED, MultipliedSource, Multipliers, rows_times
+from quantkit.formats.gguf.architectures.known import KNOWN
+from quantkit.formats.gguf.architectures.record import EMBEDDING, of_config
+from quantkit.formats.gguf.plan import unplaced
+from quantkit.formats.gguf.slots import is_taken
+from quantkit.models.source import Source
+from quantkit.untrusted import told
+
+TABLE, ROWS = "model.embed_tokens_per_layer.weight", "vocab_size_per_layer_input"
+
+
+def prepared(source: Source) -> Source:
+    """Return the source as a file can hold it, or itself; raises SourceError, UnsupportedError."""
+    return _without_zero_biases(_fitted(_with_multipliers_inside(source)))
+
+
+def _with_multipliers_inside(source: Source) -> Source:
+    """The source with its architecture's multipliers in the weights, or itself where it has none but ones.
+
+    A tied head that is multiplied by another number than the embedding gets weights of its own. Raises
+    UnsupportedError for a multiplier that is no number, or one that a file could not say: 0, NaN, infinity.
+    """
+    row = KNOWN.get(source.architecture)
+    if row is None or not row.multipliers:
+        return source
+    own = source.settings
+    if all(of_config(own, name) == one for name, one in row.multiplied.items()):
+        return source
+    factors: dict[str, Multipliers] = {}
+    copies: dict[str, str] = {}
+    with told(f"{source.model}: config.json lacks what multiplies its weights", SourceError):
+        given = {part: of_config(own, setting) for part, setting in row.multipliers.items()}
+    embedding = next((name for name in source.tensors if EMBEDDING.endswith(name)), None)
+    if own.tie_word_embeddings and embedding is not None and given[EMBEDDING] != given[row.head]:
+        copies[row.head] = embedding
+    of_block = re.compile(rf"^({re.escape(row.prefix)})?{re.escape(row.blocks.removeprefix(row.prefix))}\.\d+\.")
+    for name in (*source.tensors, *copies):
+        number = given.get(of_block.sub("", name), given.get(row.prefix + name))
+        if number is not None and number != 1.0:
+            factors[name] = rows_times(source, copies.get(name, name), number)
+    return MultipliedSource(source, factors, {**row.multiplied, **({TIED: False} if copies else {})}, copies)
+
+
+def _fitted(source: Source) -> Source:
+    """The source without keys and values of blocks that take those of others, or itself where nothing is to be done.
+
+    Where the table of the inputs of each block has less rows than there are tokens, it gets copies of its first row:
+    what transformers takes for a token behind it (models/gemma3n/modeling_gemma3n.py, `get_per_layer_inputs`). Raises
+    SourceError for a config.json that does not say how many blocks there are.
+    """
+    row = KNOWN.get(source.architecture)
+    if row is None or not row.shares_keys:
+        return source
+    own = source.settings
+    with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
+        own_blocks = own.num_hidden_layers - own.num_kv_shared_layers
+        tokens, rows = own.vocab_size, getattr(own, ROWS, 0)
+    dropped = [name for name in source.tensors if is_taken(name, row, own_blocks)]
+    tables = [name for name in source.tensors if TABLE.endswith(name) and source.info(name).shape[:1] == (rows,)]
+    grown = tables if 0 < rows < tokens and own.hidden_size_per_layer_input else []
+    if not dropped and not grown:
+        return source
+    notes = []
+    if dropped:
+        notes.append(
+            f"{len(dropped)} tensors of blocks that take the keys and values of others are left out: "
+            f"{source.published(dropped[0])} and so on"
+        )
+    if grown:
+        notes.append(
+            f"{tokens - rows:,} rows added to {source.published(grown[0])}, each its first: so are tokens computed"
+        )
+    return FittedSource(source, dropped, dict.fromkeys(grown, tokens), {ROWS: tokens} if grown else {}, tuple(notes))
+
+
+def _without_zero_biases(source: Source) -> Source:
+    """The source without biases of zeros that a file has no place for: AutoGPTQ stored one for each layer."""
+    stored = source.tensors.items()
+    biases = {name for name, info in stored if name.endswith(".bias") and len(info.shape) == 1 and info.dtype in FLOATS}
+    extra: list[str] = []
+    with suppress(SourceError, UnsupportedError):  # which the plan of the file raises again
+        extra = unplaced(source) if biases else []
+    idle = [name for name in extra if name in biases and not source.floats(name).any()]
+    if not idle:
+        return source
+    note = "biases of zeros are left out, since a GGUF file has no place for them"
+    return source.without(idle, f"{note}: {len(idle)}, such as {source.published(idle[0])}")

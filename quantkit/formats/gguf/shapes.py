@@ -1,0 +1,198 @@
+"""The shape that each tensor of a file has by the model's numbers, which are the file's own keys.
+
+llama.cpp holds every tensor of a file against the file's keys when it loads it (src/models/ of
+https://github.com/ggml-org/llama.cpp), and transformers every tensor of a checkpoint against its config.json. A file
+that is not held against both can be written, read back, and loaded by nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Value = bool | int | float | str | list[Any]
+Factors = dict[str, NDArray[np.float32]]
+Lengths = tuple[str, ...]  # names of lengths in `ModelShape.lengths`, columns last
+# The numbers of every model. Those of `BY_BLOCK` may be a list with one for each block.
+BLOCKS, CONTEXT, HIDDEN, EXPERTS = "block_count", "context_length", "embedding_length", "expert_count"
+QUERY_HEADS, KEY_HEADS, INNER = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+KEY_LENGTH, VALUE_LENGTH = "attention.key_length", "attention.value_length"
+NUMBERS = (BLOCKS, CONTEXT, HIDDEN, INNER, QUERY_HEADS, KEY_HEADS, KEY_LENGTH, VALUE_LENGTH, EXPERTS)
+BY_BLOCK = (QUERY_HEADS, KEY_HEADS, INNER)
+ROTATED = "rope.dimension_count"  # given where only some values of a head can turn
+SHARED = "attention.shared_kv_layers"  # the last blocks, which take the keys and values of earlier ones
+SLIDING_BLOCKS = "attention.sliding_window_pattern"  # which blocks have a window
+# What is another length in blocks with a window where there is such a key with "_swa" behind.
+OF_WINDOWS = (KEY_LENGTH, "attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla")
+LAUREL = 64  # rank of Gemma 3n's, which llama.cpp has fixed
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Counts of query heads and of key-value heads, the rows of each, and how many of them turn (0: all)."""
+
+    query: int
+    key: int
+    size: int
+    turned: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's numbers: `keys` are those of the file, without the architecture's name in front.
+
+    `gate` are the gates of a query head, one or one for each of its values; `tied`: the head is the embedding;
+    `factors` are the rope's divisors by the tensor's name in the file, (rotated / 2,) float32; `recurs`: these are the
+    numbers of a block without attention.
+    """
+
+    keys: Mapping[str, Value]
+    vocabulary: int
+    gate: int = 1
+    tied: bool = False
+    factors: Factors = field(default_factory=dict)
+    recurs: bool = False
+
+    def number(self, key: str, default: int = 0) -> int:
+        """Return the whole number at `key`, of a list the largest, and `default` for anything else."""
+        value = self.keys.get(key)
+        value = max(value, default=None) if isinstance(value, list) and key in BY_BLOCK else value
+        return value if isinstance(value, int) else default
+
+    @property
+    def blocks(self) -> int:
+        """Number of decoder blocks."""
+        return self.number(BLOCKS)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the values between the blocks."""
+        return self.number(HIDDEN)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a block, 0 where there are none."""
+        return self.number(EXPERTS)
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks that have keys and values of their own; those behind them take the keys of these."""
+        return self.blocks - self.number(SHARED)
+
+    @property
+    def heads(self) -> Heads:
+        """The heads of the attention."""
+        query = self.number(QUERY_HEADS)
+        size = self.number(KEY_LENGTH, self.hidden // max(query, 1))
+        return Heads(query, self.number(KEY_HEADS), size, self.number(ROTATED))
+
+    @property
+    def linear_heads(self) -> Heads:
+        """The heads of a gated delta rule: values, keys, and the values of each."""
+        values = self.number("ssm.time_step_rank")
+        return Heads(values, self.number("ssm.group_count"), self.number("ssm.inner_size") // max(values, 1))
+
+    @property
+    def index_heads(self) -> Heads:
+        """The heads of an indexer, which have one key."""
+        heads, size = (self.number(f"attention.indexer.{name}") for name in ("head_count", "key_length"))
+        return Heads(heads, 1, size, self.number(ROTATED))
+
+    def of_block(self, block: int) -> ModelShape:
+        """Return the numbers of one block; where a list has 0, for a block without such tensors, that of the others."""
+        listed = {key: value[block : block + 1] for key, value in self.keys.items() if isinstance(value, list)}
+        own = {key: (listed[key] or [0])[0] or self.number(key) for key in BY_BLOCK if key in listed}
+        if any(listed.get(SLIDING_BLOCKS, [])):
+            own |= {key: value for key in OF_WINDOWS if isinstance(value := self.keys.get(f"{key}_swa"), int)}
+        return replace(self, keys={**self.keys, **own}, recurs=listed.get(KEY_HEADS) == [0])
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Every length by its name in `SHAPES`."""
+        heads, linear, index, number = self.heads, self.linear_heads, self.index_heads, self.number
+        query, key, value = heads.query * heads.size, heads.key * heads.size, number(VALUE_LENGTH)
+        inner, rotated, latent = number(INNER), number(ROTATED), number("attention.kv_lora_rank")
+        expert, shared = number("expert_feed_forward_length") or inner, number("expert_shared_feed_forward_length")
+        latent_keys, latent_values = (number(f"attention.{kind}_length_mla") for kind in ("key", "value"))
+        linear_values = linear.query * linear.size
+        channels = linear_values + 2 * linear.key * number("ssm.state_size")
+        delta_head, states = number("kda.head_dim"), number("altup.num_inputs")
+        inputs = number("embedding_length_per_layer_input")
+        delta_queries, delta_values = (
+            heads.query * (delta_head if self.recurs else size) for size in (latent_keys, latent_values)
+        )
+        return {
+            "one": 1, "tokens": self.vocabulary, "positions": number(CONTEXT),
+            "hidden": self.hidden, "three hidden": 3 * self.hidden, "inner": inner, "two inner": 2 * inner,
+            "head": heads.size, "heads": heads.query, "rotated": rotated, "gates": heads.query * self.gate,
+            "queries": query, "two queries": 2 * query, "keys": key, "queries, keys, values": query + 2 * key,
+            "values": heads.query * value, "key heads' values": heads.key * value,
+            "experts": self.experts, "expert inner": expert, "two shared inner": 2 * shared,
+            "shared inner": shared or expert * number("expert_shared_count", 1),
+            "query latent": number("attention.q_lora_rank"), "latent": latent, "latent and rotated": latent + rotated,
+            "head's keys": latent_keys - rotated, "head's values": latent_values,
+            "latent queries": heads.query * latent_keys, "latent values": heads.query * latent_values,
+            "unrotated keys, values": heads.query * (heads.size - rotated + value),
+            "delta": heads.query * delta_head, "delta head": delta_head,
+            "delta or latent queries": delta_queries, "delta or latent values": delta_values,
+            "kernel": number("ssm.conv_kernel") or number("shortconv.l_cache"),
+            "steps": linear.query, "two steps": 2 * linear.query, "state": linear.size, "groups": linear.key,
+            "linear values": linear_values, "values of a group": linear_values // max(linear.key, 1),
+            "channels": channels, "gates, channels, steps": linear_values + channels + linear.query,
+            "inputs": inputs, "inputs of blocks": inputs * self.blocks, "laurel": LAUREL,
+            "states": states, "other states": states - 1, "pairs of states": states * states,
+            "index queries": index.query * index.size, "index head": index.size, "index heads": index.query,
+        }  # fmt: skip
+
+
+# By the name in the file, without the block in front and ``.weight`` behind; a bias has not the last length.
+SHAPES: Mapping[str, Lengths] = {
+    "token_embd": ("tokens", "hidden"), "position_embd": ("positions", "hidden"), "output": ("tokens", "hidden"),
+    "attn_q": ("queries", "hidden"), "attn_k": ("keys", "hidden"), "attn_v": ("keys", "hidden"),
+    "attn_qkv": ("queries, keys, values", "hidden"), "attn_output": ("hidden", "queries"), "attn_sinks": ("heads",),
+    "attn_gate": ("linear values", "hidden"), "attn_q_norm": ("head",), "attn_k_norm": ("head",),
+    "ffn_gate": ("inner", "hidden"), "ffn_up": ("inner", "hidden"), "ffn_down": ("hidden", "inner"),
+    "ffn_gate_inp": ("experts", "hidden"), "ffn_gate_inp.scale": ("hidden",), "ffn_gate_inp_shexp": ("one", "hidden"),
+    "ffn_gate_exps": ("experts", "expert inner", "hidden"), "ffn_up_exps": ("experts", "expert inner", "hidden"),
+    "ffn_down_exps": ("experts", "hidden", "expert inner"), "ffn_down_exps.scale": ("experts",),
+    "ffn_gate_shexp": ("shared inner", "hidden"), "ffn_up_shexp": ("shared inner", "hidden"),
+    "ffn_down_shexp": ("hidden", "shared inner"), "exp_probs_b": ("experts",),
+    "attn_q_a": ("query latent", "hidden"), "attn_q_a_norm": ("query latent",),
+    "attn_q_b": ("latent queries", "query latent"), "attn_kv_a_mqa": ("latent and rotated", "hidden"),
+    "attn_kv_a_norm": ("latent",), "attn_kv_b": ("unrotated keys, values", "latent"),
+    "attn_k_b": ("heads", "latent", "head's keys"), "attn_v_b": ("heads", "head's values", "latent"),
+    "ssm_a": ("steps",), "ssm_dt": ("steps",), "ssm_d": ("steps", "one"), "ssm_norm": ("state",),
+    "ssm_alpha": ("steps", "hidden"), "ssm_beta": ("steps", "hidden"), "ssm_ba": ("two steps", "hidden"),
+    "ssm_conv1d": ("channels", "kernel"), "ssm_in": ("gates, channels, steps", "hidden"),
+    "ssm_out": ("hidden", "linear values"), "shortconv.conv": ("hidden", "kernel"),
+    "shortconv.in_proj": ("three hidden", "hidden"), "shortconv.out_proj": ("hidden", "hidden"),
+    "indexer.q_proj": ("index queries", "hidden"), "indexer.k_proj": ("index head", "hidden"),
+    "indexer.q_norm": ("index head",), "indexer.k_norm": ("index head",), "layer_output_scale": ("one",),
+    "per_layer_token_embd": ("tokens", "inputs of blocks"), "per_layer_model_proj": ("inputs of blocks", "hidden"),
+    "per_layer_proj_norm": ("inputs",), "inp_gate": ("inputs", "hidden"), "proj": ("hidden", "inputs"),
+    "altup_proj": ("other states", "hidden", "hidden"), "altup_unembd_proj": ("other states", "hidden", "hidden"),
+    "altup_correct_coef": ("states", "states"), "altup_correct_scale": ("hidden",),
+    "altup_predict_coef": ("pairs of states", "states"), "altup_router": ("states", "hidden"),
+    "laurel_l": ("laurel", "hidden"), "laurel_r": ("hidden", "laurel"),
+    **dict.fromkeys(
+        (
+            "token_embd_norm", "output_norm", "attn_norm", "attn_norm_2", "ffn_norm", "post_attention_norm",
+            "post_ffw_norm", "post_norm", "altup_router_norm", "laurel_post_norm", "pre_ffw_norm_2",
+            "post_ffw_norm_1", "post_ffw_norm_2",
+        ),
+        ("hidden",),
+    ),
+}  # fmt: skip
+
+
+def expected_shape(name: str, lengths: Mapping[str, int], other: Mapping[str, Lengths]) -> tuple[int, ...]:
+    """Return the shape in the file of the tensor `name`; `other` are an architecture's own. Raises KeyError."""
+    own = re.sub(r"^blk\.\d+\.", "", name)
+    stem = own.removesuffix(".weight").removesuffix(".bias")
+    shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])
+    return shape[:-1] or shape if own.endswith(".bias") else shape

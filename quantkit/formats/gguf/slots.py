@@ -1,0 +1,216 @@
+"""Slots: each tensor of a file, the source's tensors that it is made from, and the way there and back.
+
+They are a row of `known.KNOWN` written out for a model's numbers. Plan, writer, reader and checks all ask the slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from quantkit.checkpoints.floats import to_float32
+from quantkit.checkpoints.rows import Rows, rows_of_array
+from quantkit.formats.gguf.architectures.record import (
+    OWN_KEYS,
+    STACKED,
+    Architecture,
+    Condition,
+    Parts,
+    Transform,
+    of_config,
+)
+from quantkit.formats.gguf.row_orders import RowOrder, RowReader, in_order
+from quantkit.formats.gguf.shapes import ModelShape, expected_shape
+from quantkit.models.source import Source
+
+# What the name of a part may count, and the length that says how many there are.
+COUNTED = {"expert": "experts", "head": "heads", "state": "other states"}
+# Vectors of the source that some files have as matrices, and its convolutions, which are of one channel each.
+FLAT = ("ssm_a", "ssm_d", "ssm_norm.weight")
+CONVOLUTIONS = (".conv.weight", "conv1d.weight")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of the file, `shape` (..., columns), and the source's tensors `parts` that it is made from.
+
+    Parts of a kind that is `counted` lie in a further dimension. A vector is multiplied by `factor`. `condition`, of a
+    configuration, says whether a model has the tensor (none: every model). `group` are the tensors of a block that are
+    there together: of slots with one name, the one whose group a file has counts.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    model: ModelShape
+    transform: Transform
+    counted: str = ""
+    factor: float = 1.0
+    condition: Callable[[Any], Any] | None = None
+    group: tuple[int, int] = (0, 0)
+
+    @cached_property
+    def rows(self) -> RowOrder | None:
+        """The source's rows as the file has them; raises ValueError."""
+        order = self.transform.rows
+        return None if order is None else order.of(self.model, self.shape[0])
+
+    @cached_property
+    def columns(self) -> RowOrder | None:
+        """The source's columns as the file has them; raises ValueError."""
+        order = self.transform.columns
+        return None if order is None else order.of(self.model, self.shape[-1])
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the source has a vector, whatever its shape in the file."""
+        return len(self.shape) == 1 or (self.name.startswith("blk.") and self.name.split(".", 2)[2] in FLAT)
+
+    def source_shape(self, rows: int) -> tuple[int, ...]:
+        """Return the shape of a part; `rows` are those of one that is split among several tensors of the file."""
+        shape = self.shape[1:] if self.counted else self.shape
+        shape = shape[::-1] if self.transform.transposed else shape
+        if self.transform.split:
+            return (rows, *shape[1:])
+        if self.is_vector:
+            return tuple(math.prod(shape) if length < 0 else length for length in self.transform.source_shape)
+        return (shape[0], 1, shape[1]) if self.parts[0].endswith(CONVOLUTIONS) and len(shape) == 2 else shape
+
+    def to_file(self, source: Source, name: str) -> RowReader:
+        """Return a reader of rows of the file, float32, that are made of the checkpoint's tensor `name`."""
+        transform = self.transform
+        if len(source.info(name).shape) == 1 or self.is_vector:
+            values = source.floats(name).reshape(-1) * np.float32(self.factor) + np.float32(transform.shift)
+            values = values if transform.function is None else transform.function.to_file(values)
+            ordered = values if self.rows is None else values[self.rows]
+            return lambda _start, _stop: ordered.reshape(1, -1)
+        if transform.transposed:
+            whole, dtype = source.stored(name), source.tensors[name].dtype
+            return lambda start, stop: to_float32(whole[:, start:stop].T, dtype)
+        read = in_order(partial(source.floats, name), self.rows)
+        columns = slice(None) if self.columns is None else self.columns
+        return lambda start, stop: read(start, stop).reshape(stop - start, -1)[:, columns]
+
+    def from_file(self, read: RowReader) -> Iterator[tuple[str, Rows]]:
+        """Yield the parts, made of the file's rows that `read` reads; vectors are read at once. Raises ValueError."""
+        transform, columns = self.transform, self.columns
+        back = None if self.rows is None else np.argsort(self.rows)
+        total = math.prod(self.shape[:-1])
+        if self.is_vector:
+            with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite is refused by whoever reads it
+                values = (read(0, total).reshape(-1) - np.float32(transform.shift)) / np.float32(self.factor)
+                values = values if transform.function is None else transform.function.from_file(values)
+            values = values if back is None else values[back]
+            yield self.parts[0], rows_of_array(values.reshape(transform.source_shape))
+            return
+        count = total // len(self.parts)
+        for number, part in enumerate(self.parts):
+            shape = self.source_shape(count)
+            if len(shape) == 1:  # the bias of an expert
+                yield part, rows_of_array(read(number, number + 1)[0])
+                continue
+            own = in_order(partial(_behind, read, number * count), back)
+            if transform.transposed:
+                own = partial(_turned, cache(partial(own, 0, count)))
+            elif columns is not None:
+                own = partial(_with_columns, own, np.argsort(columns))
+            yield part, Rows(shape, partial(_shaped, own, shape[1:]))
+
+
+def _behind(read: RowReader, first: int, start: int, stop: int) -> Any:
+    return read(first + start, first + stop)
+
+
+def _with_columns(read: RowReader, columns: RowOrder, start: int, stop: int) -> Any:
+    return read(start, stop)[:, columns]
+
+
+def _turned(whole: Callable[[], Any], start: int, stop: int) -> Any:
+    """Rows of a matrix that lies the other way, all of which is read once, when it is first asked for."""
+    return np.ascontiguousarray(whole().T[start:stop])
+
+
+def _shaped(read: RowReader, shape: tuple[int, ...], start: int, stop: int) -> Any:
+    return read(start, stop).reshape(-1, *shape)
+
+
+def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
+    """Return every tensor that a file of an architecture with these numbers may have, with the name that gguf gives it.
+
+    Raises KeyError for a part without a name or a shape.
+    """
+    import gguf
+
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(numbers[row.names_like or row.name], model.blocks)
+    slots: list[Slot] = []
+
+    def name_of(origin: str) -> str | None:
+        known = (origin, origin.removeprefix(row.prefix))  # some names are known without it alone
+        return next(filter(None, (table.get_name(name, try_suffixes=(".weight", ".bias")) for name in known)), None)
+
+    def add(parts: Parts, block: int | None = None, condition: Condition | None = None, group: int = 0) -> None:
+        own, stem = ("", "") if block is None else (f"blk.{block}.", f"{row.blocks}.{block}.")
+        lengths = (model if block is None else model.of_block(block)).lengths
+        asked = None if condition is None else partial(_asked, condition, block or 0)
+        names = {**row.gguf_names, **(parts if isinstance(parts, Mapping) else {})}
+        for part in parts:
+            counted = next((word for word in COUNTED if f"{{{word}}}" in part), "")
+            count = lengths[COUNTED[counted]] if counted else 1
+            pieces = tuple(stem + part.format(**{counted: i}) if counted else stem + part for i in range(count))
+            how = row.transforms.get(part.removesuffix(".weight").removesuffix(".bias"))
+            if how is None:
+                how = Transform(shift=row.norm_shift if part.endswith("norm.weight") else 0.0)
+            named = names.get(part) or (_stacked_name(part) if counted else None)
+            placed = {own + name: replace(how, rows=rows) for name, rows in how.split.items()}
+            for name, made in placed.items() or [(own + named if named else name_of(stem + part), how)]:
+                if name is None:
+                    raise KeyError(f"gguf has no name for {stem}{part} in the architecture {row.name}")
+                if pieces:
+                    shape, factor = expected_shape(name, lengths, row.shapes), _root(made, lengths)
+                    slots.append(Slot(name, pieces, shape, model, made, counted, factor, asked, (block or 0, group)))
+
+    add(row.outside)
+    for condition, parts in row.outside_if:
+        add(parts, condition=condition)
+    if name_of(row.head) is not None:  # llama.cpp ties some heads always
+        add((row.head,))
+    for block in range(model.blocks):
+        add(row.parts, block)
+        for group, (condition, parts) in enumerate(row.per_block, 1):
+            add(parts, block, condition, group)
+    return slots
+
+
+def _asked(condition: Condition, block: int, config: Any) -> Any:
+    return of_config(config, condition) if isinstance(condition, str) else condition(config, block)
+
+
+def _stacked_name(part: str) -> str:
+    """The tensor of the file that has such a matrix, or bias, of every expert or head."""
+    *stem, kind = part.split(".")
+    return f"{next(STACKED[word] for word in stem if word in STACKED)}.{kind}"
+
+
+def _root(how: Transform, lengths: Mapping[str, int]) -> float:
+    if how.sqrt_factors is None:
+        return 1.0
+    over, under = (lengths[length] for length in how.sqrt_factors)
+    return math.sqrt(over / max(under, 1))
+
+
+def is_taken(name: str, row: Architecture, own_blocks: int) -> bool:
+    """Whether a tensor is of keys or values in a block behind the first `own_blocks`, which takes those of another.
+
+    `name` is transformers', with or without the base model's prefix.
+    """
+    if not row.shares_keys:
+        return False
+    stem = row.blocks.removeprefix(row.prefix)
+    block, _, part = name.removeprefix(row.prefix).removeprefix(f"{stem}.").partition(".")
+    return block.isdigit() and int(block) >= own_blocks and part.startswith(tuple(f"{own}." for own in OWN_KEYS))
