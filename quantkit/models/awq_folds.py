@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from quantkit.models.architectures.experts import EXPERT, Experts
 from quantkit.models.awq_mappings import FUSED, Scaling, fits, fold, heads_of, query_heads, written_out
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.stand_in import StandIn, stand_ins
+from quantkit.models.unfuse import EXPERT, Experts
 
 MAGNITUDE = 1024.0  # of the weights in the second trial
 TOLERANCE = 1e-5  # of the largest output: powers of two are folded without a rounding error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quantkit.models.architectures.foreign import Signal, running
+from quantkit.models.architectures import Signal, running
 from quantkit.models.skeleton import Skeleton, load, set_parameter, tables, weight_name
 from quantkit.numerics.matmul import product
 

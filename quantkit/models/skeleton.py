@@ -18,14 +18,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quantkit.checkpoints.floats import FLOATS
-from quantkit.checkpoints.rows import Rows, rows_in_memory
+from quantkit.checkpoints.rows import FLOATS, Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
-from quantkit.models.architectures.experts import beside_experts
-from quantkit.models.architectures.foreign import running
-from quantkit.models.architectures.origins import Origin, cut
-from quantkit.models.architectures.unfuse import READ_OUTSIDE, hold_linears, left_alone, mixing_states, renamed
+from quantkit.models.architectures import running
 from quantkit.models.config import context_of, open_config
+from quantkit.models.unfuse import (
+    READ_OUTSIDE,
+    Origin,
+    beside_experts,
+    cut,
+    hold_linears,
+    left_alone,
+    mixing_states,
+    renamed,
+)
 from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
 from quantkit.untrusted import shown, told

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from quantkit.errors import UnsupportedError
-from quantkit.models.architectures.experts import EXPERT
-from quantkit.models.architectures.foreign import Signal, block_of, running
-from quantkit.models.bounds import EXPERTS
+from quantkit.models.architectures import Signal, block_of, running
+from quantkit.models.config import EXPERTS
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter, tables
+from quantkit.models.unfuse import EXPERT
 from quantkit.untrusted import told
 
 TOKENS = 16

@@ -43,25 +43,22 @@ STATED = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embedd
 
 
 @dataclass(frozen=True)
-class Places:
+class TextPrefixes:
     """What the published names of the text half's decoder and output layer begin with."""
 
     base: str
     head: str
 
     def text(self, name: str) -> str | None:
-        """The name of a published tensor in the text half alone; None for one that is not its own."""
+        """The name of a published tensor in the text half alone; None for a tensor outside of it."""
         for published, own in ((self.base, BASE), (self.head, HEAD)):
             if name.startswith(published):
                 return own + name.removeprefix(published)
         return None
 
     def published(self, name: str) -> str:
-        """The inverse; also for modules, and for parts of quantized layers."""
-        for published, own in ((self.base, BASE), (self.head, HEAD)):
-            if name.startswith(own) or name == own[:-1]:
-                return f"{published}{name[len(own) :]}".rstrip(".")
-        return name
+        """The inverse of `text`; also for modules, and for parts of quantized layers."""
+        return _replaced(name, ((BASE, self.base), (HEAD, self.head)))
 
     def modules(self, name: str) -> tuple[str, ...]:
         """A module of the text half as published checkpoints and as transformers name it."""
@@ -69,11 +66,16 @@ class Places:
         return tuple(sorted({self.published(name), nested}))
 
     def alone(self, module: str) -> str:
-        """The inverse of that; a module that is not the text half's stays what it is called."""
-        for prefix, own in ((NESTED, BASE), (self.base, BASE), (self.head, HEAD)):
-            if module.startswith(prefix) or module == prefix[:-1]:
-                return f"{own}{module[len(prefix) :]}".rstrip(".")
-        return module
+        """The inverse of `modules`; a module outside the text half keeps its name."""
+        return _replaced(module, ((NESTED, BASE), (self.base, BASE), (self.head, HEAD)))
+
+
+def _replaced(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """The name with the first of the prefixes that it has, or is without its dot, replaced by another one."""
+    for old, new in prefixes:
+        if name.startswith(old) or name == old[:-1]:
+            return f"{new}{name[len(old) :]}".rstrip(".")
+    return name
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
@@ -97,8 +99,8 @@ def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return {**config, **changes}
 
 
-def places_of(config: Mapping[str, Any], names: Collection[str]) -> Places | None:
-    """Where the text half lies among a checkpoint's tensors; None where the model is nothing else.
+def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefixes | None:
+    """The prefixes of the text half among a checkpoint's tensors; None for a model that is not multimodal.
 
     Raises UnsupportedError where it is not found.
     """
@@ -106,7 +108,7 @@ def places_of(config: Mapping[str, Any], names: Collection[str]) -> Places | Non
         return None
     for base, head in PREFIXES:
         if any(name.startswith(base) for name in names):
-            return Places(base, head)
+            return TextPrefixes(base, head)
     known = ", ".join(f"{base}*" for base, _ in PREFIXES)
     raise UnsupportedError(
         f"config.json is that of a multimodal model ({shown(config.get('model_type'))}), and no tensor is where its "
@@ -127,14 +129,14 @@ def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def config_of(config: Mapping[str, Any], places: Places, names: Iterable[str]) -> dict[str, Any]:
+def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable[str]) -> dict[str, Any]:
     """The config.json that the text half would have alone, of the one of the whole and its published tensors.
 
     Whether the output layer is the embedding is told by the tensors; settings whose defaults are others alone than in
     the whole are written out. Raises UnsupportedError.
     """
     own = stated_of(config)
-    own["tie_word_embeddings"] = not any(name.startswith(places.head) for name in names)
+    own["tie_word_embeddings"] = not any(name.startswith(prefixes.head) for name in names)
     what = f"the text half of {shown(config.get('model_type'))} is not known to transformers"
     with told(what, UnsupportedError):
         whole = open_config(dict(config)).get_text_config().to_dict()

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, XLMConfig
 
 from quantkit.errors import UnsupportedError
-from quantkit.models.architectures.foreign import Signal, running
+from quantkit.models.architectures import Signal, running
 from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.stand_in import Recorder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.floats import FLOATS
+from quantkit.checkpoints.rows import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.expected_shapes import (
     KEY_HEADS,
@@ -28,6 +28,7 @@ from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, is_taken,
 from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, choose_types
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, block_type
 from quantkit.formats.gguf.header import ALIGNMENT
+from quantkit.models.overrides import OverriddenSource
 from quantkit.models.source import Source
 from quantkit.untrusted import told
 
@@ -206,7 +207,8 @@ def without_zero_biases(source: Source) -> Source:
     if not idle:
         return source
     note = "biases of zeros are left out, since a GGUF file has no place for them"
-    return source.without(idle, f"{note}: {len(idle)}, such as {source.published(idle[0])}")
+    note = f"{note}: {len(idle)}, such as {source.published(idle[0])}"
+    return OverriddenSource(source, dropped=idle, notes=(note,))
 
 
 def _place(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.floats import to_float32
+from quantkit.checkpoints.rows import to_float32
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.architectures.expected_shapes import is_flat

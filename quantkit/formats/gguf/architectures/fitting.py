@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quantkit.errors import SourceError
-from quantkit.formats._changed.fitted import FittedSource
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.tensor_map import is_taken
+from quantkit.models.overrides import OverriddenSource, padded
 from quantkit.models.source import Source
 from quantkit.untrusted import told
 
@@ -41,4 +41,6 @@ def fitted(source: Source) -> Source:
         notes.append(
             f"{tokens - rows:,} rows added to {source.published(grown[0])}, each its first: so are tokens computed"
         )
-    return FittedSource(source, dropped, dict.fromkeys(grown, tokens), {ROWS: tokens} if grown else {}, tuple(notes))
+    overrides = {name: padded(source, name, tokens) for name in grown}
+    config = {ROWS: tokens} if grown else {}
+    return OverriddenSource(source, overrides, config=config, dropped=dropped, notes=tuple(notes))

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.formats._changed.multiplied import TIED, MultipliedSource, Multipliers, rows_times
 from quantkit.formats.gguf.architectures.expected_shapes import Sizes
 from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
 from quantkit.formats.gguf.architectures.record import EMBEDDING, Architecture, Setting
 from quantkit.formats.gguf.architectures.rope import MOST, Factors, rope_of
 from quantkit.formats.gguf.architectures.row_orders import Heads
+from quantkit.models.overrides import Multipliers, multiplied, rows_times
 from quantkit.models.source import Source
 from quantkit.untrusted import shown, told, whole_number
 
@@ -155,7 +155,7 @@ def with_multipliers_inside(source: Source) -> Source:
         number = given.get(of_block.sub("", name), given.get(row.prefix + name))
         if number is not None and number != 1.0:
             factors[name] = rows_times(source, copies.get(name, name), number)
-    return MultipliedSource(source, factors, {**row.multiplied, **({TIED: False} if copies else {})}, copies)
+    return multiplied(source, factors, {**row.multiplied, **({"tie_word_embeddings": False} if copies else {})}, copies)
 
 
 def read_shape(source: Source) -> Shape:
