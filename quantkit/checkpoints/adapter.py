@@ -41,10 +41,6 @@ IDLE = (
     *("auto_mapping", "peft_version", "megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "qalora_group_size", "modules_to_save", "fan_in_fan_out"),
 )
-# Kinds that put something before the text and have no weights to merge.
-PROMPTS = (
-    *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE"),
-)
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
 # What a tensor is of a layer's update, by the end of its name.
 PARTS = {
@@ -284,13 +280,11 @@ def read_config(folder: Path) -> AdapterConfig:
     if not inside(folder, path):
         raise SourceError(f"{path} is a link out of the adapter's folder. Put the file itself there.")
     values = read_object(path, SourceError, AGAIN, MOST_CONFIG)
-    if (kind := values.get("peft_type")) in PROMPTS:
+    if (kind := values.get("peft_type")) != "LORA":
         raise UnsupportedError(
-            f"{folder} is an adapter of the kind {kind}, which puts something before the text and changes no weights: "
-            "no model can take it up. Only LoRA adapters are merged."
+            f"{folder} is an adapter of the kind {shown(kind)}. Only LoRA is merged here. If its kind changes weights: "
+            f"{MERGE_FIRST}"
         )
-    if kind != "LORA":
-        raise UnsupportedError(f"{folder} is an adapter of the kind {shown(kind)}. Only LoRA is merged. {MERGE_FIRST}")
     try:
         config = AdapterConfig.model_validate(values)
     except ValidationError as error:

@@ -252,7 +252,7 @@ def _ends_notes(source: Source, config: dict[str, Any], rows: int | None) -> tup
 
 def _with_leftovers(job: Job) -> Job:
     """The job with the tensors that its model does not use to be kept, or without them; notes tell which."""
-    from quantkit.models.leftovers import leftovers
+    from quantkit.models.skeleton import leftovers
 
     source = job.source
     idle, useless, beside = leftovers(source, job.skeleton)

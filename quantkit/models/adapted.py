@@ -84,15 +84,12 @@ class AdapterTargets:
         self._set_vocabulary()
 
     def _take(self, adapter: Adapter) -> None:
-        updates: dict[str, LowRank] = {}
-        replaced: dict[str, TensorInfo] = {}
-        for path, update in adapter.updates.items():
-            if updates.setdefault(self._path(path), update) is not update:
-                raise _wrong(adapter, path, "has two names there")
-        for name, info in adapter.replaced.items():
-            path, _, leaf = name.rpartition(".")
-            if replaced.setdefault(f"{self._path(path)}.{leaf}", info) is not info:
-                raise _wrong(adapter, name, "has two names there")
+        updates = {self._path(path): update for path, update in adapter.updates.items()}
+        parts = ((name.rpartition("."), info) for name, info in adapter.replaced.items())
+        replaced = {f"{self._path(path)}.{leaf}": info for (path, _, leaf), info in parts}
+        for found, given in ((updates, adapter.updates), (replaced, adapter.replaced)):
+            if len(found) < len(given):
+                raise _wrong(adapter, min(given.keys() - found.keys()), "has two names there")
         if self.tied:
             self._untie(adapter, updates, replaced)
         for name, info in replaced.items():
@@ -153,15 +150,7 @@ class AdapterTargets:
             self.copies[name] = stored
             self.tensors[name] = self.tensors[stored]
             self._change(name, self.tensors[stored].shape, *self.changes.get(stored, ()))
-        self._set("tie_word_embeddings", False)
-
-    def _set(self, key: str, value: object) -> None:
-        """Change a setting of config.json, also where the text model has settings of its own."""
-        inner = self.config.get("text_config")
-        if isinstance(inner, dict):
-            self.config["text_config"] = inner | {key: value}
-        if not isinstance(inner, dict) or key in self.config or key.startswith("tie"):
-            self.config[key] = value
+        self.config["tie_word_embeddings"] = False
 
     def _put(self, adapter: Adapter, name: str, info: TensorInfo) -> None:
         path, _, leaf = name.rpartition(".")
@@ -202,13 +191,13 @@ class AdapterTargets:
     def _set_vocabulary(self) -> None:
         """Refuse ends with different numbers of tokens; set `vocab_size` where the number has changed."""
         stored = {path: name for path in self._ends if (name := self._stored(path, "weight")) is not None}
-        counts = {path: self.tensors[name].shape[0] for path, name in stored.items()}
+        counts = {path: self.tensors[name].rows for path, name in stored.items()}
         if len(set(counts.values())) > 1:
             rows = ", ".join(f"{count} of {path}" for path, count in counts.items())
             raise SourceError(f"{self._base.model} has other numbers of tokens at its ends with its adapters: {rows}")
-        before = {self._base.tensors[name].shape[0] for name in stored.values() if name in self._base.tensors}
-        for count in set(counts.values()) - before:
-            self._set("vocab_size", count)
+        for name in stored.values():
+            if name in self._base.tensors and self.tensors[name].rows != self._base.tensors[name].rows:
+                self.config["vocab_size"] = self.tensors[name].rows
 
 
 def _wrong(adapter: Adapter, name: str, why: str) -> SourceError:

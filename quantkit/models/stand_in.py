@@ -29,21 +29,28 @@ TOKENS = 16
 LARGE_BLOCK = 1 << 25  # parameters; beyond, inner layers and experts of the stand-in are fewer
 INNER, LEAST_EXPERTS = 256, 4
 INNER_SIZES = (
-    "intermediate_size",
-    "ffn_dim",
-    "ffn_hidden_size",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
+    *("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 PERIOD = 1_000_003  # of the random numbers; a prime, so that no two rows of a weight are alike
 STEP = 64  # norms are multiples of one part in so many: a power of two scales them without a rounding error
-NOT_TOLD_BY = ("layer_idx", "layer_id", "layer_number", "training")  # attributes in which equal blocks differ
+DIFFERING = ("layer_idx", "layer_id", "layer_number", "training")  # attributes in which equal blocks differ
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StopForward(Signal):
     """Ends a forward pass early: what it was for has been seen."""
+
+
+class StandsFor(nn.Module):
+    """Stands for `block`: gives a model that asks it for an attribute the block's."""
+
+    def __init__(self, block: nn.Module | None = None) -> None:
+        super().__init__()
+        object.__setattr__(self, "_block", block)  # past nn.Module: its parameters are not parameters of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
 
 
 class _Passed(tuple[Any, ...]):
@@ -60,29 +67,23 @@ class _Second:
     """What a block returns beside the hidden states: most models drop it, and none is given to the next block."""
 
 
-class Recorder(nn.Module):
+class Recorder(StandsFor):
     """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
 
     They are passed on in a tuple: some models take the first of what a block returns, some two, some all of it. Raises
     UnsupportedError where the second is what the next block is called with, or the hidden states are no argument by
-    place. The last block ends the forward pass. What a model asks the block for, it gets. With a `shift` other hidden
-    states are passed on.
+    place. The last block ends the forward pass. With a `shift` other hidden states are passed on.
     """
 
     def __init__(self, block: nn.Module, last: bool) -> None:
-        super().__init__()
-        object.__setattr__(self, "_block", block)  # past nn.Module: its parameters are none of the recorder's
+        super().__init__(block)
         self.last = last
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.hidden = torch.empty(0)
         self.shift = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_block"], name)
-
     def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Note everything."""
         self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
         if self.hidden is None:
             raise UnsupportedError(f"a {type(self._block).__name__} is called with its hidden states by name only")
@@ -227,10 +228,8 @@ def _inputs(block: StandIn) -> dict[str, int]:
     numbers: dict[str, int] = {}
 
     def note(name: str, x: torch.Tensor) -> None:
-        known = next((number for number, other in enumerate(seen) if other is x), None)
-        if known is None:
-            seen.append(x)
-        numbers.setdefault(name, len(seen) - 1 if known is None else known)
+        seen.append(x)
+        numbers.setdefault(name, next(number for number, other in enumerate(seen) if other is x))
 
     with ExitStack() as stack:
         for name in block.linears:
@@ -295,15 +294,15 @@ def _arguments(skeleton: Skeleton) -> tuple[list[Arguments], torch.Tensor]:
 
 def _kind(block: nn.Module) -> str:
     """What decides what a block computes, but for its weights: classes, shapes, settings."""
-    told = [repr(block), str([(name, tuple(value.shape)) for name, value in block.named_parameters()])]
+    lines = [repr(block), str([(name, tuple(value.shape)) for name, value in block.named_parameters()])]
     for name, module in block.named_modules():
-        plain = {
-            key: value
+        plain = sorted(
+            (key, value)
             for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | None) and not key.startswith("_")
-        }
-        told.append(f"{name}: {sorted((key, value) for key, value in plain.items() if key not in NOT_TOLD_BY)}")
-    return "\n".join(told)
+            if isinstance(value, bool | int | float | str | None) and key not in DIFFERING and not key.startswith("_")
+        )
+        lines.append(f"{name}: {plain}")
+    return "\n".join(lines)
 
 
 def _parts(skeleton: Skeleton) -> list[set[str]]:

@@ -1,9 +1,9 @@
 """The text half of a multimodal checkpoint: which tensors are its own, and what config.json says of it alone.
 
-A config.json that holds a `text_config` is one of a model with towers for images or sound around a causal language
-model. That model is quantized, calibrated and judged as if it stood alone, under the names that it would have then;
-all other tensors are kept as they are, and an artifact has the names and the config.json of the whole. Where published
-checkpoints have the text half is what transformers/conversion_mapping.py and the models' own files say.
+A config.json with a `text_config` is one of a model with towers for images or sound around a causal language model.
+That model is quantized, calibrated and evaluated as if it were alone, under the names that it would have then; all
+other tensors are copied as they are, and an artifact has the names and the config.json of the whole. Where published
+checkpoints have the text half: transformers/conversion_mapping.py and the models' own files.
 """
 
 from __future__ import annotations
@@ -30,12 +30,8 @@ PREFIXES = (
 # Settings of the whole that count for the text half where it has none of its own.
 INHERITED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "auto_map")
 # Causal models that text halves without one are: positions of text are the same in each of mrope's dimensions.
-SAME_AS = {
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
+SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+SAME_AS |= {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 # Multimodal models whose published config.json has the text half's settings among its own.
 FLAT = ("qwen2_vl", "qwen2_5_vl")
 # Settings that are read from config.json without transformers' defaults.
@@ -83,14 +79,6 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get(TEXT), dict) or config.get("model_type") in FLAT
 
 
-def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a multimodal model's text half, as config.json has them."""
-    if isinstance(inner := config.get(TEXT), dict):
-        return dict(inner)
-    kept = {key: value for key, value in config.items() if not isinstance(value, dict) or key.startswith("rope_")}
-    return {**kept, "architectures": None, "model_type": f"{config['model_type']}_text"}
-
-
 def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A multimodal model's config.json with other settings of its text half; the whole is tied where that is."""
     tied = {key: value for key, value in changes.items() if key == "tie_word_embeddings"}
@@ -118,7 +106,12 @@ def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefix
 
 def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a multimodal model's config.json says of its text half, in the words of the causal model that this is."""
-    own: dict[str, Any] = {key: config[key] for key in INHERITED if key in config} | text_of(config)
+    own: dict[str, Any] = {key: config[key] for key in INHERITED if key in config}
+    if isinstance(inner := config.get(TEXT), dict):
+        own |= inner
+    else:
+        own |= {key: value for key, value in config.items() if not isinstance(value, dict) or key.startswith("rope_")}
+        own |= {"architectures": None, "model_type": f"{config['model_type']}_text"}
     if (kind := own.get("model_type")) in SAME_AS:
         own["model_type"] = SAME_AS[str(kind)]
         for key in ("rope_parameters", "rope_scaling"):
@@ -130,10 +123,10 @@ def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable[str]) -> dict[str, Any]:
-    """The config.json that the text half would have alone, of the one of the whole and its published tensors.
+    """The config.json that the text half would have alone, given the whole's and its published tensors.
 
-    Whether the output layer is the embedding is told by the tensors; settings whose defaults are others alone than in
-    the whole are written out. Raises UnsupportedError.
+    The tensors tell whether the output layer is the embedding; settings whose defaults differ between the text half
+    alone and the whole are written out. Raises UnsupportedError.
     """
     own = stated_of(config)
     own["tie_word_embeddings"] = not any(name.startswith(prefixes.head) for name in names)
@@ -144,12 +137,8 @@ def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable
         own.setdefault("model_type", SAME_AS.get(kind, kind))
         alone = open_config(own).to_dict()
     inside = {name: whole[name] for name in STATED if name in whole}
-    others = {name: value for name, value in whole.items() if _differs(name, value, own, alone)}
-    return inside | own | others
-
-
-def _differs(name: str, value: object, own: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
-    return name not in own and name in alone and alone[name] != value and not name.startswith(("_", "transformers"))
+    unstated = {name for name in whole.keys() & alone.keys() - own.keys() if not name.startswith(("_", "transformers"))}
+    return inside | own | {name: value for name, value in whole.items() if name in unstated and alone[name] != value}
 
 
 def roots(kept: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:

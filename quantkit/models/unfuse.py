@@ -10,7 +10,7 @@ checkpoint the value of such a parameter is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,11 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the value of a parameter lies when it is not simply the tensor of its own name.
+    """Where the value of a parameter is when it is not simply the tensor of its own name.
 
     `name` and `shape` are the checkpoint's tensor, `also` another name that it may have; `transposed`: it is (in, out);
     `expert` and its `rows` (first, end, step) cut one matrix or bias out of a stack (experts, out, in); `rows` alone
-    are a part of what is joined.
+    cut a part out of a joined tensor.
     """
 
     name: str
@@ -60,34 +60,36 @@ def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.
     return whole.T.contiguous() if origin.transposed else whole
 
 
-def mixing_states(block: nn.Module, count: int) -> set[str]:
-    """Linear layers that mix `count` hidden states of a token side by side (AltUp), by their names in a block: those
-    with a row or a column for each.
-
-    They stay as they are: no layout packs so few, and engines load them unquantized.
-    """
-    return {
-        name
-        for name, part in block.named_modules()
-        if count > 1 and isinstance(part, nn.Linear) and count in (part.in_features, part.out_features)
-    }
-
-
 def left_alone(model: Any, block: nn.Module) -> set[str]:
     """Linear layers that transformers keeps in float32 where a model is loaded in 16 bits, and those of `LEFT_ALONE`.
 
     By their names in a block. They stay as they are: what computes with them is sensitive, and engines load them
-    unquantized. transformers' class names them by parts of a dotted name, in `_keep_in_fp32_modules` and
-    `_keep_in_fp32_modules_strict`.
+    unquantized. transformers' class names them by parts of a dotted name.
     """
     further = LEFT_ALONE.get(model.config.model_type)
     own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, further)
-    kept = [re.compile(rf"(?:^|\.){re.escape(part)}(?:\.|$)") for names in own for part in names or ()]
-    return {
-        name
-        for name, part in block.named_modules()
-        if isinstance(part, nn.Linear) and any(pattern.search(f"{name}.weight") for pattern in kept)
-    }
+    parts = "|".join(re.escape(part) for names in own for part in names or ())
+    kept = re.compile(rf"(?:^|\.)(?:{parts})(?:\.|$)")
+    return {name for name, _ in _linears(block) if parts and kept.search(f"{name}.weight")}
+
+
+def too_small(block: nn.Module, states: int) -> set[str]:
+    """Linear layers with so few rows or columns that no layout packs them and engines load them unquantized.
+
+    By their names in a block: layers that choose or weigh experts (right beside the experts, or near them with a row
+    for each), and those that mix `states` hidden states of a token side by side (AltUp).
+    """
+    found = {name for name, part in _linears(block) if states > 1 and states in (part.in_features, part.out_features)}
+    for path, module in block.named_modules():
+        count = next((len(child) for child in module.children() if isinstance(child, Experts)), 0)
+        for name, part in _linears(module) if count else ():
+            if ("." not in name or part.out_features == count) and expert_of(f".{name}") is None:
+                found.add(f"{path}.{name}" if path else name)
+    return found
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear))
 
 
 def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
@@ -96,41 +98,36 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
     blocks = model.get_submodule(blocks_path)
     for path, module in list(blocks.named_modules(prefix=blocks_path)):
         if type(module).__name__ == "Conv1D":
-            _replace_conv(model, path, module, origins)
+            k, n = (int(size) for size in module.weight.shape)
+            linear = nn.Linear(k, n, device="meta")
+            linear.bias = module.bias
+            model.set_submodule(path, linear)
+            origins[f"{path}.weight"] = Origin(f"{path}.weight", (k, n), transposed=True)
         _take_buffers(module)
     names = EXPERTS.get(kind, ExpertNames())
     for index, block in enumerate(blocks):
+        path = f"{blocks_path}.{index}."
         for place, module in [(name, part) for name, part in block.named_modules() if _is_stack(part, names)]:
-            _replace_stack(block, f"{blocks_path}.{index}.", place, Stack(module, names.sent), names, origins)
+            _replace_stack(block, path, place, Stack(module, names.sent), names, origins)
         if kind in SPLIT:
-            split(block, f"{blocks_path}.{index}.", SPLIT[kind], origins)
+            split(block, path, SPLIT[kind], origins)
         part, further = MOVED_BESIDE.get(kind, ("", ()))
         for old, new in (*MOVED.get(kind, ()), *(further if hasattr(block, part) else ())):
-            move(block, f"{blocks_path}.{index}.", old, new, origins)
-        for name, written in WRITTEN.get(kind, ()):
-            _also_written(block, f"{blocks_path}.{index}.", name, written, origins)
+            move(block, path, old, new, origins)
+        for name, written in WRITTEN.get(kind, ()):  # also found under the name that transformers writes
+            for own, parameter in block.named_parameters():
+                if own.startswith(f"{name}."):
+                    other = f"{path}{written}{own.removeprefix(name)}"
+                    origins.setdefault(f"{path}{own}", Origin(other, tuple(parameter.shape)))
     if kind in RENAMED:
         old, new = RENAMED[kind]
         place, _, leaf = old.rpartition(".")
         rename(model.get_submodule(place), place and f"{place}.", leaf, new.removeprefix(f"{place}."), origins)
-        _tell_base(model, old, new)
+        if model.base_model_prefix == old:
+            model.base_model_prefix = new
+            ties = model._tied_weights_keys or {}
+            model._tied_weights_keys = {name: re.sub(rf"^{old}\.", f"{new}.", other) for name, other in ties.items()}
     return origins
-
-
-def _also_written(block: nn.Module, path: str, name: str, written: str, origins: dict[str, Origin]) -> None:
-    """Let the parameters of a block's part, if it has it, be found under the name that transformers writes, too."""
-    for own, parameter in block.named_parameters():
-        if own.startswith(f"{name}."):
-            other = f"{path}{written}{own.removeprefix(name)}"
-            origins.setdefault(f"{path}{own}", Origin(other, tuple(parameter.shape)))
-
-
-def _tell_base(model: Any, old: str, new: str) -> None:
-    """Let a model know the new name where it is that of all before its head."""
-    if model.base_model_prefix == old:
-        model.base_model_prefix = new
-        ties = model._tied_weights_keys or {}
-        model._tied_weights_keys = {name: re.sub(rf"^{old}\.", f"{new}.", other) for name, other in ties.items()}
 
 
 def renamed(kind: str, path: str) -> str:
@@ -149,14 +146,6 @@ def _take_buffers(module: Any) -> None:
         value = torch.empty_like(getattr(module, name), device="meta")
         delattr(module, name)
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
-
-
-def _replace_conv(model: nn.Module, path: str, conv: Any, origins: dict[str, Origin]) -> None:
-    k, n = (int(size) for size in conv.weight.shape)
-    linear = nn.Linear(k, n, device="meta")
-    linear.bias = conv.bias
-    model.set_submodule(path, linear)
-    origins[f"{path}.weight"] = Origin(f"{path}.weight", (k, n), transposed=True)
 
 
 def _is_stack(module: Any, names: ExpertNames) -> bool:
@@ -260,13 +249,11 @@ class Stack:
     def join(self, *parts: torch.Tensor) -> torch.Tensor:
         """What the last matrix gets, of the products of gate and up or of up alone."""
         own = getattr(type(self.module), "_apply_gate", None)
-        if not self.gated:
-            out: torch.Tensor = self.module.act_fn(parts[0])
-        elif own is None or own.__name__ == "_default_apply_gate":
-            out = self.module.act_fn(parts[0]) * parts[1]
-        else:
+        if self.gated and own is not None and own.__name__ != "_default_apply_gate":
             both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
-            out = self.module._apply_gate(both)
+            out: torch.Tensor = self.module._apply_gate(both)
+        else:
+            out = self.module.act_fn(parts[0]) * parts[1] if self.gated else self.module.act_fn(parts[0])
         return out
 
     def origins(self, place: str, index: int, names: ExpertNames, also: tuple[str, str]) -> dict[str, Origin]:
@@ -287,22 +274,6 @@ class Stack:
         return found
 
 
-def beside_experts(block: nn.Module) -> set[str]:
-    """Linear layers that choose or weigh experts, by their names in a block: those right beside the experts, and those
-    near them with a row for each.
-
-    They stay as they are: they have few rows, which no layout packs, and engines load them unquantized.
-    """
-    found = set()
-    for path, module in block.named_modules():
-        count = next((len(child) for child in module.children() if isinstance(child, Experts)), 0)
-        for name, part in module.named_modules() if count else ():
-            near = "." not in name or (part.out_features == count if isinstance(part, nn.Linear) else False)
-            if isinstance(part, nn.Linear) and near and expert_of(f".{name}") is None:
-                found.add(f"{path}.{name}" if path else name)
-    return found
-
-
 def expert_of(name: str) -> str | None:
     """The dotted path of the expert that a weight belongs to, or None."""
     expert = EXPERT.match(name)
@@ -311,15 +282,11 @@ def expert_of(name: str) -> str | None:
 
 def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
     """Those of `names` that are the same matrix as `name`, in any expert of its block."""
-    expert = EXPERT.match(name)
-    assert expert is not None
-    return [
-        other
-        for other in names
-        if (match := EXPERT.match(other))
-        and match.group(1) == expert.group(1)
-        and other[match.end() :] == name[expert.end() :]
-    ]
+
+    def place(weight: str) -> tuple[str, str] | None:
+        return (expert[1], weight[expert.end() :]) if (expert := EXPERT.match(weight)) else None
+
+    return [other for other in names if place(other) == place(name)]
 
 
 class Wrapped(nn.Module):
@@ -331,7 +298,6 @@ class Wrapped(nn.Module):
         self.name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module within gives."""
         return getattr(self, self.name)(*args, **kwargs)
 
 
@@ -387,38 +353,28 @@ def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, 
 def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
     """Register a part of a block elsewhere in it, if it has the part, both by dotted names; its code finds it still."""
     (holder, _, name), (place, _, leaf) = old.rpartition("."), new.rpartition(".")
-    inner = dict(block.named_modules()).get(holder)
+    inner: Any = dict(block.named_modules()).get(holder)
     child = getattr(inner, name, None)
     if inner is None or child is None:
         return
-    outer = _part(block, place)
+    outer: Any = block
+    for part in filter(None, place.split(".")):
+        if not hasattr(outer, part):
+            outer.add_module(part, nn.Module())
+        outer = getattr(outer, part)
     if isinstance(child, nn.Parameter):
         origins[f"{path}{new}"] = Origin(f"{path}{old}", tuple(child.shape))
-        _move_parameter(inner, name, outer, leaf)
-        return
-    for own, parameter in child.named_parameters():
-        stored = origins.pop(f"{path}{old}.{own}", Origin(f"{path}{old}.{own}", tuple(parameter.shape)))
-        origins[f"{path}{new}.{own}"] = stored
-    delattr(inner, name)
-    outer.add_module(leaf, child)
+        outer.register_parameter(leaf, inner._parameters.pop(name))
+        if name in (stored := getattr(inner, "stored_buffers", ())):
+            inner.stored_buffers = tuple(other for other in stored if other != name)
+            outer.__dict__["stored_buffers"] = (*getattr(outer, "stored_buffers", ()), leaf)
+    else:
+        for own, parameter in child.named_parameters():
+            stored = origins.pop(f"{path}{old}.{own}", Origin(f"{path}{old}.{own}", tuple(parameter.shape)))
+            origins[f"{path}{new}.{own}"] = stored
+        delattr(inner, name)
+        outer.add_module(leaf, child)
     _find_there(inner, name, outer, leaf)
-
-
-def _part(block: nn.Module, place: str) -> Any:
-    """The part of a block at a dotted place; empty ones where there are none."""
-    for name in filter(None, place.split(".")):
-        if not hasattr(block, name):
-            block.add_module(name, nn.Module())
-        block = getattr(block, name)
-    return block
-
-
-def _move_parameter(inner: Any, name: str, outer: Any, leaf: str) -> None:
-    outer.register_parameter(leaf, inner._parameters.pop(name))
-    _find_there(inner, name, outer, leaf)
-    if name in (stored := getattr(inner, "stored_buffers", ())):
-        inner.stored_buffers = tuple(other for other in stored if other != name)
-        outer.__dict__["stored_buffers"] = (*getattr(outer, "stored_buffers", ()), leaf)
 
 
 def _find_there(inner: Any, name: str, outer: Any, leaf: str) -> None:
