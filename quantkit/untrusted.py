@@ -24,7 +24,7 @@ Raised = type[QuantkitError]
 
 MOST_JSON = 1 << 28  # bytes; the largest tokenizer.json that is published has some 35 MB
 MOST_YAML = 1 << 20  # bytes of a recipe or of a model card's head
-MOST_NODES = 100_000  # values of a YAML text, an alias counted as all that it stands for
+MOST_NODES = 100_000  # values of a YAML text, all that an alias stands for included: bytes must not become gigabytes
 LARGEST_NAME = 4096  # characters of a path
 DEEPEST = 64  # levels of lists and mappings in a configuration
 LONGEST_VALUE = 120  # characters of a value that a message repeats
@@ -105,11 +105,7 @@ def depth_exceeds(value: Any, most: int) -> bool:
 
 
 def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool = False) -> Any:
-    """The value of a YAML text; raises `error`.
-
-    `plain` leaves every scalar the string that stands there. An alias counts as all that it stands for, so that few
-    bytes do not become gigabytes.
-    """
+    """The value of a YAML text, with `plain` every scalar as the string that is written; raises `error`."""
     import yaml
 
     if len(text) > MOST_YAML:

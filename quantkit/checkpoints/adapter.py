@@ -35,9 +35,10 @@ MERGE_FIRST = "Merge it with peft (merge_and_unload) and give the merged folder 
 AGAIN = "Save the adapter again with peft's save_pretrained."
 PREFIX = "base_model.model."
 NEW_ROWS = "new_embeddings.safetensors"  # of tokens that the base model lacks, as vLLM once read them
-# Fields that decide nothing that is merged: the tensors tell what is saved.
+# Fields that decide nothing that is merged: the tensors tell which layers have updates.
 IDLE = (
     *("peft_type", "base_model_name_or_path", "task_type", "revision", "inference_mode", "lora_dropout", "bias"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern"),
     *("auto_mapping", "peft_version", "megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "qalora_group_size", "modules_to_save", "fan_in_fan_out"),
 )
@@ -57,7 +58,6 @@ OF_OTHERS = re.compile(r"\.(?:lora_|ia3_|hada_|lokr_|oft_|token_adapter\.|traina
 
 Rank = Annotated[int, Field(ge=1, le=1 << 16)]
 Alpha = Annotated[float, Field(gt=-1e9, lt=1e9)]
-Names = str | list[str] | None
 Value = TypeVar("Value")
 
 
@@ -74,23 +74,18 @@ class AdapterConfig(BaseModel):
     use_rslora: bool | None = None
     use_dora: bool | None = None
     lora_bias: bool | None = None
-    ensure_weight_tying: bool | None = None
     init_lora_weights: bool | str | None = None
-    target_modules: Names = None
-    exclude_modules: Names = None
-    layers_to_transform: int | list[int] | None = None
-    layers_pattern: Names = None
+    target_modules: str | list[str] | None = None
+    ensure_weight_tying: bool | None = None
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The update of the weight of the layer `path`: B A times `scale`, with DoRA's `magnitude`; `bias` is added to its
-    bias.
+    """The update of a layer's weight: B A times `scale`, with DoRA's `magnitude`; `bias` is added to its bias.
 
     `a` (r, in) and `b` (out, r) of a linear layer; of an embedding (`table`) `a` (r, tokens) and `b` (width, r).
     """
 
-    path: str
     table: bool
     a: TensorInfo
     b: TensorInfo
@@ -122,7 +117,7 @@ class Adapter:
             self._sort(name, info, parts)
         if not parts and not self.replaced:
             raise SourceError(f"{folder / WEIGHTS} holds no tensors. {AGAIN}")
-        self._refuse_untargeted([path for path in parts if not self._repeats_table(parts[path], parts)])
+        self._refuse_untargeted(list(parts))
         ranks = self._by_pattern("rank_pattern", config.rank_pattern, list(parts), config.r)
         alphas = self._by_pattern("alpha_pattern", config.alpha_pattern, list(parts), config.lora_alpha)
         self.updates = {path: self._update(path, parts[path], ranks[path], alphas[path]) for path in parts}
@@ -180,14 +175,6 @@ class Adapter:
             if other is not info and not self.equal(other, info):
                 raise self._wrong(name, f"has other values than {PREFIX}{plain}")
 
-    def _repeats_table(self, own: Mapping[str, TensorInfo], parts: Mapping[str, Mapping[str, TensorInfo]]) -> bool:
-        """Whether a tied head repeats the update of the embedding, transposed: peft then names no target for it."""
-        return bool(self._config.ensure_weight_tying and {"A", "B"} <= own.keys()) and any(
-            self.equal(own["A"], other["table B"], True) and self.equal(own["B"], other["table A"], True)
-            for other in parts.values()
-            if {"table A", "table B"} <= other.keys()
-        )
-
     def _by_pattern(
         self, field: str, patterns: Mapping[str, Value] | None, paths: list[str], default: Value
     ) -> dict[str, Value]:
@@ -198,28 +185,18 @@ class Adapter:
         return {path: next((value for value, matched in pairs if path in matched), default) for path in paths}
 
     def _refuse_untargeted(self, paths: list[str]) -> None:
-        """Raise SourceError for a layer that peft would leave as it is, although the adapter has tensors for it."""
-        config, wrong = self._config, []
-        for key, named in (("target_modules", config.target_modules), ("exclude_modules", config.exclude_modules)):
-            if not named or named == "all-linear":
-                continue
-            if isinstance(named, str):
-                matched = set(full_matches([named], paths, f"{self.folder / CONFIG}: {key}", SourceError)[0])
-            else:
-                matched = {path for path in paths if f".{path}".endswith(tuple(f".{name}" for name in named))}
-            wrong += [(path, key) for path in paths if (path in matched) != (key == "target_modules")]
-        if config.layers_to_transform not in (None, []):
-            layers, lists = config.layers_to_transform, config.layers_pattern or []
-            numbers = layers if isinstance(layers, list) else [layers]
-            names = [lists] if isinstance(lists, str) else lists
-            place = re.compile(rf"\.(?:{'|'.join(map(re.escape, names)) or '[^.]+'})\.(\d+)\.")
-            for path in paths:
-                found = place.search(f".{path}")
-                if found is None or int(found[1]) not in numbers:
-                    wrong.append((path, "layers_to_transform"))
-        if wrong:
-            path, key = wrong[0]
-            raise self._wrong(f"{path}.lora_*", f"changes a layer that {key} of {CONFIG} leaves out")
+        """Raise SourceError for a layer that peft would leave as it is, since `target_modules` does not name it."""
+        named = self._config.target_modules
+        if not named or named == "all-linear" or self._config.ensure_weight_tying:  # a tied head is not named
+            return
+        if isinstance(named, str):
+            matched = full_matches([named], paths, f"{self.folder / CONFIG}: target_modules", SourceError)[0]
+        else:
+            ends = tuple(f".{name}" for name in named)
+            matched = frozenset(path for path in paths if f".{path}".endswith(ends))
+        for path in paths:
+            if path not in matched:
+                raise self._wrong(f"{path}.lora_*", f"changes a layer that target_modules of {CONFIG} leaves out")
 
     def _update(self, path: str, parts: dict[str, TensorInfo], rank: int, alpha: float) -> LowRank:
         table = "table A" in parts or "table B" in parts
@@ -247,7 +224,7 @@ class Adapter:
             if kind in parts and parts[kind].shape != (b.shape[0],):
                 raise self._wrong(name, f"has the shape {parts[kind].shape}, not {(b.shape[0],)}")
         scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        return LowRank(path, table, a, b, scale, parts.get("magnitude"), parts.get("bias"))
+        return LowRank(table, a, b, scale, parts.get("magnitude"), parts.get("bias"))
 
 
 def is_adapter(folder: Path) -> bool:

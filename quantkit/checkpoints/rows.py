@@ -50,7 +50,6 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return self.shape[0] if self.shape else 1
 
     def pieces(self, elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -59,7 +58,6 @@ class Rows:
         return ((start, self.read(start, min(start + step, self.count))) for start in range(0, self.count, step))
 
     def whole(self) -> NDArray[np.float32]:
-        """The whole tensor."""
         return self.read(0, self.count).reshape(self.shape)
 
 

@@ -49,7 +49,6 @@ class TensorInfo:
 
     @property
     def parameters(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
     @property
@@ -64,10 +63,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of a safetensors file; raises SourceError.
-
-    The format's own library checks it: the tensors fill the file from the header to the end, without holes or overlaps.
-    """
+    """Read the header of a safetensors file, after the format's own library has checked it; raises SourceError."""
     from safetensors import safe_open
 
     what = f"{path} is truncated, damaged, or not a safetensors file ({path.stat().st_size} bytes)"
@@ -85,10 +81,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_rows(folder: Path, info: TensorInfo, start: int, stop: int) -> NDArray[np.uint8]:
-    """Read the bytes of rows `start:stop` of a tensor; raises SourceError for a truncated file.
-
-    The file is not mapped: pages of a mapped file would count as this process's memory.
-    """
+    """Read the bytes of rows `start:stop` of a tensor; raises SourceError for a truncated file."""
+    # The file is not mapped: pages of a mapped file would count as this process's memory.
     row = info.nbytes // max(info.rows, 1)
     count = (stop - start) * row
     data = np.fromfile(folder / info.file, np.uint8, count, offset=info.start + start * row)
@@ -105,11 +99,9 @@ def to_torch(data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> tor
 
 
 def unwrapped(tensors: Mapping[str, Value], first: tuple[str, ...] = (PARALLEL, PEFT)) -> dict[str, Value]:
-    """The tensors by their names in the unwrapped model; unchanged where two names would become the same.
-
-    A prefix in `first` is cut only where every name has it.
-    """
+    """The tensors by their names in the unwrapped model; unchanged where two names would become the same."""
     names = {name: WRAPPERS.sub("", name) for name in tensors}
+    # A prefix is cut only where every name has it.
     while names and (cut := [prefix for prefix in first if all(name.startswith(prefix) for name in names.values())]):
         names = {name: short.removeprefix(cut[0]) for name, short in names.items()}
     if len(set(names.values())) < len(names):
@@ -130,7 +122,6 @@ class StoredTensors:
                 raise ArtifactError(f"{folder / file} cannot be read: {error} Convert again.") from None
 
     def names(self) -> list[str]:
-        """The sorted names of all tensors."""
         return sorted(self._infos)
 
     def dtype(self, name: str) -> str:
@@ -138,7 +129,6 @@ class StoredTensors:
         return DTYPES[self._find(name).dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The stored shape; raises ArtifactError for an unknown tensor."""
         return self._find(name).shape
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:

@@ -65,10 +65,8 @@ def refuse_large_files(origin: Path) -> None:
 
 
 def refuse_side_files(origin: Path) -> None:
-    """Raise SourceError for a side file that cannot be copied: a link out of the folder, or a damaged JSON object.
-
-    Whoever made the folder could otherwise have any file of the user's copied into what he publishes.
-    """
+    """Raise SourceError for a side file that cannot be copied: a link out of the folder, or a damaged JSON object."""
+    # Whoever made the folder could otherwise have any file of the user's copied into what the user publishes.
     refuse_large_files(origin)
     for name, path in _named(origin).items():
         if not inside(origin, path):

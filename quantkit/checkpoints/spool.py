@@ -158,7 +158,6 @@ class Spool:
         self._entries[name] = self._append(name, tensor.dtype, old.shape, (tensor,))
 
     def names(self) -> set[str]:
-        """Names of all tensors in the spool."""
         return set(self._entries)
 
     def get(self, name: str) -> torch.Tensor:
@@ -169,7 +168,6 @@ class Spool:
         return to_torch(data, entry.dtype, entry.shape)
 
     def copy(self, entry: TensorInfo, file: BinaryIO) -> None:
-        """Copy the bytes of one tensor into the open `file`."""
         self._file.seek(entry.start)
         left = entry.nbytes
         while left:
@@ -202,11 +200,9 @@ class Spool:
         self.finished += 1
 
     def close(self) -> None:
-        """Close the file; what is on disk stays."""
         self._file.close()
 
     def remove(self) -> None:
-        """Close and delete spool and journal."""
         self.close()
         self._journal_path.unlink(missing_ok=True)
         self._spool_path.unlink(missing_ok=True)

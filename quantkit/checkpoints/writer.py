@@ -21,7 +21,7 @@ from quantkit.checkpoints.safetensors import ITEM_BYTES, TensorInfo
 from quantkit.checkpoints.spool import Spool
 
 SHARD_BYTES = 5_000_000_000
-NOT_COPIED = ("torch_dtype", "quantization_config", "auto_map")  # of the original's config.json
+NOT_COPIED = ("torch_dtype", "quantization_config", "auto_map")  # of config.json; code is not copied and not named
 
 
 class Original(Protocol):
@@ -110,10 +110,7 @@ class CheckpointWriter(Spool):
 def open_writer(
     folder: Path, original: Original, dtype: str, quantization: Mapping[str, Any] | None
 ) -> Iterator[CheckpointWriter]:
-    """Yield a writer; on success also write config.json: the original's with its `dtype` and `quantization_config`.
-
-    The code that the original names (`auto_map`) is not copied, so it is not named.
-    """
+    """Yield a writer; on success also write config.json: the original's with its `dtype` and `quantization_config`."""
     writer = CheckpointWriter(folder, original=original)
     try:
         yield writer

@@ -21,7 +21,7 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from quantkit.data.chat import Conversation, parse_lines, parse_plain, rendered
+from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
 from quantkit.errors import TextError
 from quantkit.untrusted import path_of, read_text, told
 
@@ -181,13 +181,11 @@ def papers_text(content: str) -> str:
 
 
 def ids_of(tokenizer: Any, text: Text) -> np.ndarray:
-    """Text -> (N,) int64 token ids; conversations by the tokenizer's chat template, which gives all special tokens.
-
-    Raises TextError where there is no template for conversations.
-    """
+    """Text -> (N,) int64 token ids; conversations by the tokenizer's chat template. Raises TextError without one."""
     if not text.parts:
         return encode(tokenizer, text.content)
-    return encode(tokenizer, "".join(rendered(tokenizer, text.parts)), add_special_tokens=False)
+    parts = [part if isinstance(part, str) else render(tokenizer, part) for part in text.parts]
+    return encode(tokenizer, "".join(parts), add_special_tokens=False)
 
 
 def encode(tokenizer: Any, content: str, **options: bool) -> np.ndarray:

@@ -251,10 +251,7 @@ def _same(block: StandIn, values: dict[str, torch.Tensor], scalings: list[Scalin
 
 
 def _reach(block: StandIn, values: dict[str, torch.Tensor], scaling: Scaling, want: list[torch.Tensor]) -> bool:
-    """Whether the block's outputs depend on what the scaled layers compute; of others nothing is proven.
-
-    They do not depend on an indexer that chooses among fewer tokens than it may keep.
-    """
+    """Whether the block's outputs depend on the scaled layers: not on an indexer of fewer tokens than it may keep."""
     changed: dict[str, torch.Tensor] = dict(values)
     for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
         for layer in one.layers:
@@ -295,10 +292,7 @@ def _watch(block: StandIn, values: dict[str, torch.Tensor]) -> _Seen:
 
 
 def _candidates(block: StandIn, seen: _Seen) -> list[list[Scaling]]:
-    """Scalings to be tried, in the order in which they are searched; of each list the first that holds is taken.
-
-    Experts are one, written with `*`.
-    """
+    """Scalings to try, in the order in which they are searched; of each list the first that holds is taken."""
     choices: list[tuple[int, list[Scaling]]] = []
     fed: set[str] = set()
     for name, module in block.module.named_modules():

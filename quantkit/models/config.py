@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,39 +32,40 @@ ADD_ROWS = (
 )
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
+Range = tuple[Callable[[float], bool], str]
 # Limits that a config.json is held within before a model is built of it, far beyond every published model: transformers
 # believes what is written there, and a billion layers are an endless loop, a head size of zero a division by zero.
-MOST_LAYERS = MOST_EXPERTS = 4096
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MOST_EXPERTS_OF_ALL = 100_000  # of all layers together
 # Whole numbers by their names in transformers' configurations: least and most.
 NUMBERS: Mapping[tuple[str, ...], tuple[int, int]] = {
     ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): (1, 1 << 20),
     ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"): (1, 1 << 24),
-    ("n_inner",): (1, 1 << 24),
-    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"): (1, MOST_LAYERS),
+    ("n_inner", "vocab_size"): (1, 1 << 24),
+    LAYERS: (1, 4096),
     ("num_attention_heads", "n_head", "n_heads", "num_heads"): (1, 1 << 16),
-    ("num_key_value_heads", "num_kv_heads", "n_head_kv"): (1, 1 << 16),
-    ("head_dim", "rotary_dim"): (1, 1 << 16),
-    ("vocab_size",): (1, 1 << 24),
+    ("num_key_value_heads", "num_kv_heads", "n_head_kv", "head_dim", "rotary_dim"): (1, 1 << 16),
     ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"): (1, 1 << 30),
-    ("num_experts", "num_local_experts", "n_routed_experts"): (0, MOST_EXPERTS),
-    ("num_experts_per_tok",): (0, MOST_EXPERTS),
+    (*EXPERTS, "num_experts_per_tok"): (0, 4096),
 }
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+ROPE = ("rope_parameters", "rope_scaling")
 INFINITE = ("time_step_limit",)  # settings that may hold infinity
-# Endings of the names of numbers above 0: anywhere, and inside the settings of RoPE. Of SHARES none is above 1, either.
-ABOVE_ZERO = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings")
-ROPE, ROPE_ABOVE_ZERO = ("rope_parameters", "rope_scaling"), ("factor", "beta_fast", "beta_slow")
-SHARES = ("partial_rotary_factor", "rotary_pct")
+# Numbers, or lists of them, by endings of their names: what they are. `IN_ROPE` only inside the settings of RoPE.
+POSITIVE: Range = (lambda number: number > 0, "a number above 0")
+RANGES: Mapping[tuple[str, ...], Range] = {
+    ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"): POSITIVE,
+    ("partial_rotary_factor", "rotary_pct"): (lambda number: 0 < number <= 1, "a number above 0 and at most 1"),
+    ("_eps", "_epsilon"): (lambda number: 0 <= number < 1, "a number from 0 to 1"),
+}
+IN_ROPE: Mapping[tuple[str, ...], Range] = {**RANGES, ("factor", "beta_fast", "beta_slow"): POSITIVE}
 LARGEST_ID = 1 << 24  # of a token, either way: published models have -1, and ids of tokens without a row
 
 
 def leave_torch_out() -> None:
-    """Let transformers come without torch and without models, where neither is loaded yet.
+    """Import transformers without torch, unless either is loaded: for settings and tokenizers, with 300 MB less memory.
 
-    A process that only asks it for settings and tokenizers then starts sooner and holds 300 MB less. Our own modules
-    can load torch afterwards.
+    Our own modules can import torch afterwards.
     """
     if sys.modules.keys() & {"torch", "transformers"}:
         return
@@ -97,7 +98,7 @@ def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None
         if isinstance(value, dict):
             values = {str(key): inner for key, inner in value.items()}  # in memory some keys are numbers
             _refuse_numbers(values, where)
-            _refuse_rope(values, where)
+            _refuse_ranges(values, where)
             refuse_token_ids(values, where)
     layers = max(_whole(config.get(name)) for name in LAYERS)
     if tensors is not None and layers > tensors:
@@ -116,25 +117,21 @@ def refuse_token_ids(config: Mapping[str, Any], where: str) -> None:
             raise UnsupportedError(f"{where}: {name} is {shown(value)}, not the id of a token. Fix it, or remove it.")
 
 
-def _refuse_rope(config: Mapping[str, Any], where: str) -> None:
-    names = (*ABOVE_ZERO, *SHARES, *(ROPE_ABOVE_ZERO if any(name in where for name in ROPE) else ()))
+def _refuse_ranges(config: Mapping[str, Any], where: str) -> None:
     for name, value in config.items():
-        if name in ROPE and not isinstance(value, dict | None):
-            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not keys and values")
-        most, limit = (1, " and at most 1") if name in SHARES else (math.inf, "")
         numbers = value if isinstance(value, list) else [value]  # one for each layer, or each frequency
         if name == "layer_rope_theta":
             numbers = [base for base in numbers if base != 0]  # 0: that layer has no rotation
-        good = (number is None or (_is_number(number) and 0 < number <= most) for number in numbers)
-        if name.endswith(names) and not all(good):
-            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not a number above 0{limit}. Fix it.")
+        for ends, (good, what) in (IN_ROPE if any(key in where for key in ROPE) else RANGES).items():
+            if name.endswith(ends) and not all(n is None or (_is_number(n) and good(n)) for n in numbers):
+                raise UnsupportedError(f"{where}: {name} is {shown(value)}, not {what}. Fix the config.json.")
     low, high = config.get("low_freq_factor"), config.get("high_freq_factor")
     if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
         raise UnsupportedError(f"{where}: low_freq_factor is {low}, not below high_freq_factor, {high}. Fix it.")
 
 
 def _refuse_numbers(config: Mapping[str, Any], where: str) -> None:
-    """Also classes and model type, which are names."""
+    """Also names and mappings that are none."""
     for names, (least, most) in NUMBERS.items():
         for name in names:
             if not isinstance(config.get(name), list):  # some architectures have one for each layer
@@ -143,14 +140,12 @@ def _refuse_numbers(config: Mapping[str, Any], where: str) -> None:
     experts = max(_whole(config.get(name)) for name in EXPERTS)
     if layers * experts > MOST_EXPERTS_OF_ALL:
         raise UnsupportedError(f"{where}: {layers} layers of {experts} experts are more than quantkit takes")
-    for name, value in config.items():
-        if name.endswith(("_eps", "_epsilon")) and value is not None and not (_is_number(value) and 0 <= value < 1):
-            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not a number from 0 to 1. Fix the config.json.")
-    classes, kind = config.get("architectures"), config.get("model_type")
+    classes = config.get("architectures")
     if not isinstance(classes, list | None) or not all(isinstance(name, str) for name in classes or ()):
         raise UnsupportedError(f"{where}: architectures is {shown(classes)}, not a list of names")
-    if not isinstance(kind, str | None):
-        raise UnsupportedError(f"{where}: model_type is {shown(kind)}, not a name")
+    for name, kind, what in (("model_type", str, "a name"), *((name, dict, "keys and values") for name in ROPE)):
+        if not isinstance(config.get(name), kind | None):
+            raise UnsupportedError(f"{where}: {name} is {shown(config[name])}, not {what}")
 
 
 def _whole(value: object) -> int:
@@ -221,10 +216,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 @contextmanager
 def _without_code(folder: Path) -> Iterator[Path]:
-    """`folder`, or where its tokenizer names code of its own a copy of its small files that does not.
-
-    That copy is what an artifact gets: transformers chooses some classes by whether the key is there.
-    """
+    """`folder`; where its tokenizer names code of its own, a copy of its small files that does not, as in artifacts."""
     settings = folder / TOKENIZER_SETTINGS
     if not settings.is_file() or "auto_map" not in read_object(settings, SourceError, "Fetch the file again."):
         yield folder
@@ -239,10 +231,7 @@ def _without_code(folder: Path) -> Iterator[Path]:
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Let `folder` give this tokenizer, also where its files alone do not: transformers asks the model's config.json.
-
-    Raises SourceError.
-    """
+    """Save the tokenizer in `folder` unless its files give it without the model's config.json; raises SourceError."""
     if type(load_tokenizer(folder)) is not type(tokenizer):
         tokenizer.save_pretrained(folder)
 

@@ -72,29 +72,23 @@ class _NoRows(nn.Module):
         return self.weight.new_zeros(*ids.shape, self.width)
 
 
-def _behind(model: Any, blocks_path: str) -> tuple[Any, _Entry]:
-    """A copy of a model that needs no weight of its blocks and of its embeddings, and what stands for each block."""
-    blocks = list(model.get_submodule(blocks_path))
-    entry = _Entry(blocks[-1])
-    changed = _replaced(model, blocks_path, nn.ModuleList([entry] * len(blocks)))
-    for name, table in tables(model).items():
-        changed = _replaced(changed, name, _NoRows(table.embedding_dim, entry))
-    return changed, entry
-
-
 class OutputHead:
     """The output side of `model`, a causal language model of transformers, which stays as it is.
 
     States enter right before the output layer or, where `blocks_path` is the dotted name of the list of decoder
-    blocks, behind these. The model then needs no weights of what lies before. The outputs of `layer`, with its weight
-    (V, D), are the logits, or become them.
+    blocks, behind these. The model then needs no weights of its blocks and embeddings. The outputs of `layer`, with its
+    weight (V, D), are the logits, or become them.
     """
 
     def __init__(self, model: Any, blocks_path: str = "") -> None:
         self.layer = model.get_output_embeddings()
         self._entry, self._behind_blocks = _Entry(), bool(blocks_path)
         if blocks_path:
-            self._model, self._entry = _behind(model, blocks_path)
+            blocks = list(model.get_submodule(blocks_path))
+            self._entry = _Entry(blocks[-1])
+            self._model = _replaced(model, blocks_path, nn.ModuleList([self._entry] * len(blocks)))
+            for name, table in tables(model).items():
+                self._model = _replaced(self._model, name, _NoRows(table.embedding_dim, self._entry))
         else:
             decoder = _decoder(model)
             # Some heads ask it for a factor of theirs.
@@ -130,15 +124,9 @@ class OutputHead:
             logits = self._model(inputs_embeds=states.new_zeros(count, 1, 0), use_cache=False).logits
         return logits[:, 0]
 
-
-class LastStates:
-    """From behind the blocks of `model` to right before its output layer, which needs no weight and does not run."""
-
-    def __init__(self, model: Any, blocks_path: str) -> None:
-        self._model, self._entry = _behind(model, blocks_path)
-
-    def states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """What the last block returns, (B, T, D) or several of them side by side -> (B, T, D)."""
+    def last_states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The last block's (B, T, D), or several of them side by side -> (B, T, D) right before the layer, which is not
+        run and needs no weight."""
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         self._entry.out = (hidden,) if isinstance(outputs, tuple) else hidden
         return last_states(self._model, torch.zeros(hidden.shape[-3:-1], dtype=torch.int64, device=hidden.device))
@@ -189,10 +177,8 @@ def _replaced(model: Any, path: str, module: nn.Module) -> Any:
 
 
 def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> torch.Tensor:
-    """(B, T) ids, or what the model takes by another `name` -> (B, T, D): what goes into the output layer.
-
-    The layer itself does not run.
-    """
+    """(B, T) ids, or what the model takes by another `name` -> (B, T, D): the input of the output layer, which is not
+    run."""
     seen: list[torch.Tensor] = []
 
     def take(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

@@ -46,7 +46,6 @@ class Skeleton:
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The decoder blocks in order."""
         return self.model.get_submodule(self.blocks_path)
 
     def block_prefix(self, index: int) -> str:
@@ -138,13 +137,10 @@ def _refuse_buffers(model: Any, config: dict[str, Any]) -> None:
 
 
 def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | None, Origin | None]:
-    """The checkpoint's name of a parameter, and where to cut it out, None where it is that tensor as it is.
-
-    Some checkpoints leave the base model's prefix out.
-    """
+    """The checkpoint's name of a parameter, and where to cut it out, None where it is that tensor as it is."""
     prefix = f"{skeleton.model.base_model_prefix}."
 
-    def stored(name: str) -> str | None:
+    def stored(name: str) -> str | None:  # some checkpoints leave the base model's prefix out
         names = (name, name.removeprefix(prefix), prefix + name)
         return next((found for found in names if found in source.tensors), None)
 
@@ -155,10 +151,7 @@ def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | No
 
 
 def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
-    """The checkpoint's name of a parameter, or of the stack that it is cut out of.
-
-    Raises UnsupportedError where the checkpoint has no such tensor.
-    """
+    """The checkpoint's name of a parameter, or of the stack that it is cut out of; raises UnsupportedError."""
     if (stored := _place(source, skeleton, parameter)[0]) is not None:
         return stored
     kind = type(skeleton.model).__name__
@@ -177,10 +170,7 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
 
 
 def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
-    """The value of a parameter of the skeleton, in its shape and the checkpoint's dtype, wherever it is stored.
-
-    Raises UnsupportedError where the checkpoint does not have it.
-    """
+    """The value of a parameter, in the skeleton's shape and the checkpoint's dtype; raises UnsupportedError."""
     stored, origin = source_name(source, skeleton, parameter), _place(source, skeleton, parameter)[1]
     if origin is None:
         return source.tensor(stored)
@@ -215,10 +205,7 @@ def load_block(
     dtype: torch.dtype,
     instead: Callable[[str], torch.Tensor | None] = lambda _name: None,
 ) -> Iterator[nn.Module]:
-    """Block `index` with its weights, which it loses at the end; their shapes stay.
-
-    `instead(full name)` may give another value than the source's.
-    """
+    """Block `index` with its weights, which it loses at the end; `instead(full name)` may give other values."""
     module, prefix = skeleton.blocks[index], skeleton.block_prefix(index)
     names = list(dict(module.named_parameters()))
 
@@ -247,10 +234,7 @@ class _Stored:
 
 
 def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
-    """transformers' own model with the source's values, whatever files they come from, and its report of the loading.
-
-    `how` goes to `from_pretrained`, `dtype` among it. Raises what that raises.
-    """
+    """transformers' own model with the source's values, and its report; `how` goes to `from_pretrained`."""
     lock = Lock()
     tensors = {name: _Stored(source, name, lock) for name in source.tensors}
     settings = copy.deepcopy(source.settings)  # what is built of them changes their dtype
@@ -291,10 +275,7 @@ def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
 
 
 def stacks(skeleton: Skeleton) -> list[str]:
-    """Parameters of the blocks that hold several matrices and were not taken apart.
-
-    Convolutions are none, and neither are vectors with further dimensions of one.
-    """
+    """Parameters of the blocks that hold several matrices and were not taken apart; convolutions are not among them."""
     return [
         f"{skeleton.blocks_path}.{path}.{name}"
         for path, module in skeleton.blocks.named_modules()

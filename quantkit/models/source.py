@@ -176,10 +176,7 @@ class Source(ABC):
 
 
 def refuse_non_finite(source: Source, advance: Callable[[int], None] = lambda _values: None) -> None:
-    """Read every float tensor; raise SourceError at the first NaN, infinity, or value beyond 2^64.
-
-    A source that has passed is not read again.
-    """
+    """Read every float tensor, once; raise SourceError at the first NaN, infinity, or value beyond 2^64."""
     for name, info in (*source.tensors.items(), *source.others.items()) if not source.proven_finite else ():
         if info.dtype not in FLOATS:
             continue

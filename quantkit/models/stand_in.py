@@ -146,8 +146,8 @@ class _Rows:
 class StandIn:
     """A block with random weights in float32, its arguments, and hidden states (1, T, D) that go into it.
 
-    `indices` are the blocks of the skeleton that it stands for, `linears` their linear layers by name in the block.
-    `shared` is what earlier blocks put into the mapping that all share.
+    `indices` are the blocks of the skeleton that it stands for, `linears` the names of its linear layers. `shared` is
+    what earlier blocks put into the mapping that all share.
     """
 
     indices: list[int]
@@ -159,12 +159,12 @@ class StandIn:
     shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What comes out of the block with other values of its parameters: (1, T, D), and what it shares."""
+        """The outputs of the block with other values of its parameters: (1, T, D), and what it shares."""
         out, made = self.outputs(values)
         return [out, *(part for parts in made.values() for part in parts)]
 
     def outputs(self, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[Any, tuple[torch.Tensor, ...]]]:
-        """The hidden states, and by its key what the block puts for others."""
+        """The hidden states, and by its key what the block shares."""
         shelf = dict(self.shared)
         args = tuple(shelf if is_shelf(value) else value for value in self.arguments[0])
         kwargs = {key: shelf if is_shelf(value) else value for key, value in self.arguments[1].items()}

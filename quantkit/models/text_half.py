@@ -88,10 +88,7 @@ def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefixes | None:
-    """The prefixes of the text half among a checkpoint's tensors; None for a model that is not multimodal.
-
-    Raises UnsupportedError where it is not found.
-    """
+    """The prefixes of the text half, None for a model that is not multimodal; raises UnsupportedError."""
     if not is_multimodal(config):
         return None
     for base, head in PREFIXES:

@@ -189,7 +189,6 @@ class Expert(nn.Module):
         return self.join(*gate, getattr(self, self.names.up)(x))
 
     def down(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, inner) -> (tokens, hidden)."""
         out: torch.Tensor = getattr(self, self.names.down)(x)
         return out
 
