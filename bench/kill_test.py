@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.checkpoints.journal import read_journal
+from quantkit.checkpoints.spool import read_journal
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import OWNER, partial_of
 from quantkit.conversion.verify import verify

@@ -29,7 +29,7 @@ import psutil
 from bench.folders import RESULTS, calibration_text, evaluation_text
 from bench.rows import GROUP_SIZES
 from bench.run_peers import said_by
-from quantkit.checkpoints.journal import read_journal
+from quantkit.checkpoints.spool import read_journal
 from quantkit.conversion.staging import partial_of
 from quantkit.system.files import sha256_of
 

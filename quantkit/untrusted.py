@@ -1,8 +1,8 @@
-"""The one boundary at which somebody else's parser meets a file of the user's.
+"""The one boundary at which third-party parsers meet a user's files.
 
-Foreign code raises whatever it likes for a damaged file: RecursionError, OverflowError, KeyError, even exceptions that
-are no Exception (a panic of a Rust library). `told` turns all of it into one error of ours with the file, the reason
-and the fix. What a file says is held within limits before anything is built of it.
+They raise anything for a damaged file: RecursionError, OverflowError, KeyError, even exceptions that are no Exception
+(a panic of a Rust library). `told` turns all of it into one QuantkitError with the file, the reason and the fix. The
+values of a file are held within limits before anything is built of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Raised = type[QuantkitError]
 
 MOST_JSON = 1 << 28  # bytes; the largest tokenizer.json that is published has some 35 MB
 MOST_YAML = 1 << 20  # bytes of a recipe or of a model card's head
-MOST_NODES = 100_000  # values of a YAML text, an alias counted as all that it stands for
-DEEPEST = 64  # levels of lists and mappings in a configuration
+MOST_NODES = 100_000  # values of a YAML text, all that an alias stands for included: bytes must not become gigabytes
 LARGEST_NAME = 4096  # characters of a path
+DEEPEST = 64  # levels of lists and mappings in a configuration
 LONGEST_VALUE = 120  # characters of a value that a message repeats
 
 
@@ -60,7 +60,7 @@ def silenced() -> Iterator[None]:
         os.close(nowhere)
 
 
-def read_text(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> str:
+def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON) -> str:
     """The text of a UTF-8 file of at most `most` bytes; raises `error`."""
     with told(f"{path} cannot be read", error, fix):
         size = path.stat().st_size
@@ -76,10 +76,8 @@ def read_text(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -
 def parse_json(text: str | bytes, what: str, error: Raised, fix: str = "") -> Any:
     """The value of a JSON text; raises `error`."""
     with told(f"{what} is not valid JSON", error, fix):
-        value = json.loads(text)
-        if HALVES.search(text) if isinstance(text, str) else HALVES_BYTES.search(text):
-            _refuse_halves(value)
-        return value
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return _without_halves(json.loads(text), text)
 
 
 def read_json(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> Any:
@@ -98,27 +96,16 @@ def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON)
 
 
 def depth_exceeds(value: Any, most: int) -> bool:
-    """Whether lists and mappings lie deeper than `most` levels in each other."""
+    """Whether lists and mappings are nested deeper than `most` levels."""
     level = [value]
     for _ in range(most + 1):
-        inner = [
-            item
-            for held in level
-            if isinstance(held, dict | list)
-            for item in (held.values() if isinstance(held, dict) else held)
-        ]
-        if not inner:
-            return False
-        level = inner
-    return True
+        held = [item for item in level if isinstance(item, dict | list)]
+        level = [inner for item in held for inner in (item.values() if isinstance(item, dict) else item)]
+    return bool(level)
 
 
 def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool = False) -> Any:
-    """The value of a YAML text; raises `error`.
-
-    `plain` leaves every scalar the string that stands there. An alias counts as all that it stands for, so that few
-    bytes do not become gigabytes.
-    """
+    """The value of a YAML text, with `plain` every scalar as the string that is written; raises `error`."""
     import yaml
 
     if len(text) > MOST_YAML:
@@ -130,27 +117,14 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
             return None
         if _count_nodes(tree, {}) > MOST_NODES:
             raise error(f"{what}: its aliases stand for more than {MOST_NODES:,} values. {fix}".rstrip())
-        value = yaml.load(text, loader)
-        if HALVES.search(text):
-            _refuse_halves(value)
-        return value
+        return _without_halves(yaml.load(text, loader), text)
 
 
-# Half of a character beyond 16 bits, which JSON and YAML can write alone and no UTF-8 file can hold.
-HALVES = re.compile(r"\\(?:u|U0000)[dD][89a-fA-F]")
-HALVES_BYTES = re.compile(HALVES.pattern.encode())
-
-
-def _refuse_halves(value: Any) -> None:
-    """Raise ValueError for a text that cannot be written; all of the value is looked at."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"a text holds half of a character, \\u{ord(value[error.start]):x}") from None
-    elif isinstance(value, dict | list):
-        for item in (*value, *value.values()) if isinstance(value, dict) else value:
-            _refuse_halves(item)
+def _without_halves(value: Any, text: str) -> Any:
+    """The value; raises UnicodeEncodeError where `text` escapes half of a character, which no UTF-8 file can hold."""
+    if re.search(r"\\(?:u|U0000)[dD][89a-fA-F]", text):
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    return value
 
 
 def _count_nodes(node: Any, known: dict[int, float]) -> float:

@@ -14,7 +14,7 @@ from quantkit.formats.bitsandbytes.layers import replaced_layers
 from quantkit.formats.ctranslate2 import support
 from quantkit.formats.ctranslate2.names import FAMILIES
 from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
-from quantkit.models.architectures.proven import DENSE, MIXTURES, PROVEN
+from quantkit.models.architectures import DENSE, MIXTURES, PROVEN
 from quantkit.models.skeleton import open_skeleton
 
 pytest.importorskip("bitsandbytes", reason="a column of the table asks bitsandbytes")

@@ -5,8 +5,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoints.adapter import PREFIX, WEIGHTS
-from quantkit.checkpoints.adapter_config import CONFIG
+from quantkit.checkpoints.adapter import CONFIG, PREFIX, WEIGHTS
 
 RANK, ALPHA = 4, 6
 

@@ -24,10 +24,10 @@ from quantkit.calibration.suspended import (
 )
 from quantkit.contracts.method import BATCH_TOKENS
 from quantkit.errors import SourceError
-from quantkit.models.architectures.experts import expert_of, same_of_every_expert
-from quantkit.models.architectures.foreign import block_of, running
+from quantkit.models.architectures import block_of, running
 from quantkit.models.skeleton import Skeleton, set_parameter
 from quantkit.models.stand_in import Arguments, StopForward
+from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.numerics.second_moments import Gram
 from quantkit.system.memory import MemoryTrimmer
 from quantkit.system.ranks.group import size, sum_over

@@ -12,7 +12,7 @@ from quantkit.calibration.block import FEW_TOKENS
 from quantkit.calibration.walk import walk
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
-from quantkit.models.architectures.experts import expert_of, same_of_every_expert
+from quantkit.models.unfuse import expert_of, same_of_every_expert
 
 
 def measure_importance(job: Job, run: Run) -> dict[str, NDArray[np.float32]]:

@@ -24,7 +24,7 @@ from quantkit.calibration.flow.shared import Shared, Shelf, Traced
 from quantkit.contracts.method import Job
 from quantkit.contracts.windows import BATCH_TOKENS, Window, alike
 from quantkit.errors import UnsupportedError
-from quantkit.models.architectures.foreign import block_of, running
+from quantkit.models.architectures import block_of, running
 from quantkit.models.config import beside_states
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter, source_name
 from quantkit.models.source import Source
@@ -60,7 +60,8 @@ class SourceValues:
 
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
         """Those rows alone."""
-        return self.source.select_rows(source_name(self.source, self.skeleton, parameter), rows)
+        name = source_name(self.source, self.skeleton, parameter)
+        return torch.cat([self.source.rows(name, row, row + 1) for row in rows])
 
 
 def embed(

@@ -19,7 +19,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
 from quantkit.calibration.flow.store import Store, transfer, unlinked
-from quantkit.models.architectures.foreign import Signal
+from quantkit.models.architectures import Signal
 
 PAST = 1 << 30  # where a batch is that has come out of the block
 SMALL = 1 << 14  # bytes; a smaller tensor is not put away

@@ -25,9 +25,9 @@ from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Findings, Run
-from quantkit.models.architectures.experts import expert_of
 from quantkit.models.config import beside_states
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter
+from quantkit.models.unfuse import expert_of
 from quantkit.system.memory import MemoryTrimmer, trim_heap
 from quantkit.system.ranks.group import place, share, size
 

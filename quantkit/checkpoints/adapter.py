@@ -1,35 +1,49 @@
 """A LoRA adapter's folder as PEFT saves it: adapter_config.json and adapter_model.safetensors, read without PEFT.
 
-What is read here says which tensors there are and what each is for; whose weights they change is not known here
-(formats/_changed/adapted.py). Names of tensors: https://huggingface.co/docs/peft/developer_guides/checkpoint.
+Fields: https://huggingface.co/docs/peft/package_reference/lora, names of tensors:
+https://huggingface.co/docs/peft/developer_guides/checkpoint. An unknown field with a value is refused: it may change
+what the adapter computes. Not supported: other kinds than LoRA, variants of LoRA but rsLoRA and DoRA, initial values
+that change the base model's own weights (pissa, olora, corda, loftq, lora_ga).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.artifact import AdapterEntry
-from quantkit.checkpoints.adapter_config import AGAIN, CONFIG, MERGE_FIRST, AdapterConfig
-from quantkit.checkpoints.floats import FLOATS, STORED, count_unusable, to_float32
-from quantkit.checkpoints.safetensors import TensorInfo, read_bytes, read_header
-from quantkit.checkpoints.wrapped_names import PARALLEL, unwrapped
-from quantkit.errors import SourceError
+from quantkit.checkpoints.rows import FLOATS, STORED, count_unusable, to_float32
+from quantkit.checkpoints.safetensors import PARALLEL, TensorInfo, read_header, read_rows, unwrapped
+from quantkit.errors import SourceError, UnsupportedError
 from quantkit.system.files import sha256_of
-from quantkit.untrusted import inside, path_of, shown
+from quantkit.system.patterns import full_matches
+from quantkit.untrusted import inside, path_of, read_object, shown
 
-WEIGHTS = "adapter_model.safetensors"
-SLAB = 1 << 22  # bytes that are looked at together
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_CONFIG = 1 << 22  # bytes; one with a rank for each of 10,000 layers has a tenth of it
+MERGE_FIRST = "Merge it with peft (merge_and_unload) and give the merged folder as MODEL."
+AGAIN = "Save the adapter again with peft's save_pretrained."
 PREFIX = "base_model.model."
 NEW_ROWS = "new_embeddings.safetensors"  # of tokens that the base model lacks, as vLLM once read them
-# What a tensor is of a layer's change, at the end of its name.
+# Fields that decide nothing that is merged: the tensors tell which layers have updates.
+IDLE = (
+    *("peft_type", "base_model_name_or_path", "task_type", "revision", "inference_mode", "lora_dropout", "bias"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("auto_mapping", "peft_version", "megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config"),
+    *("lora_ga_config", "qalora_group_size", "modules_to_save", "fan_in_fan_out"),
+)
+KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
+# What a tensor is of a layer's update, by the end of its name.
 PARTS = {
     "lora_A.weight": "A",
     "lora_B.weight": "B",
@@ -42,15 +56,36 @@ PARTS = {
 PART = re.compile(rf"(.+)\.({'|'.join(map(re.escape, PARTS))})")
 OF_OTHERS = re.compile(r"\.(?:lora_|ia3_|hada_|lokr_|oft_|token_adapter\.|trainable_tokens)|\.default$")
 
+Rank = Annotated[int, Field(ge=1, le=1 << 16)]
+Alpha = Annotated[float, Field(gt=-1e9, lt=1e9)]
+Value = TypeVar("Value")
+
+
+class AdapterConfig(BaseModel):
+    """adapter_config.json, with peft's defaults."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    base_model_name_or_path: str | None = None
+    r: Rank = 8
+    lora_alpha: Alpha = 8
+    rank_pattern: dict[str, Rank] | None = None
+    alpha_pattern: dict[str, Alpha] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    lora_bias: bool | None = None
+    init_lora_weights: bool | str | None = None
+    target_modules: str | list[str] | None = None
+    ensure_weight_tying: bool | None = None
+
 
 @dataclass(frozen=True)
 class LowRank:
-    """What changes the weight of the layer `path`: B A times `scale`, with DoRA's `magnitude`; `bias` its bias.
+    """The update of a layer's weight: B A times `scale`, with DoRA's `magnitude`; `bias` is added to its bias.
 
-    `a` (r, in) and `b` (out, r) of a linear layer; of a `table` of embeddings `a` (r, tokens) and `b` (width, r).
+    `a` (r, in) and `b` (out, r) of a linear layer; of an embedding (`table`) `a` (r, tokens) and `b` (width, r).
     """
 
-    path: str
     table: bool
     a: TensorInfo
     b: TensorInfo
@@ -63,54 +98,51 @@ class Adapter:
     """The adapter in `folder`: `updates` by the layer's path, and tensors that are `replaced`, by name.
 
     Paths and names are those of transformers' model. `unwrapped`: whether wrapper prefixes were cut from its names.
+    Raises SourceError for damaged files, UnsupportedError for a kind that is not merged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.name = folder.resolve().name
         if (folder / NEW_ROWS).exists():
             raise SourceError(f"{folder} adds rows to the embedding ({NEW_ROWS}), which are not merged. {MERGE_FIRST}")
-        self._config = AdapterConfig(folder)
-        self.base = self._config.base
-        self.replaced: dict[str, TensorInfo] = {}
-        stored = _read_weights(folder)
+        self._config = config = read_config(folder)
+        self.kind = "DoRA" if config.use_dora else "rsLoRA" if config.use_rslora else "LoRA"
+        stored = read_header(_weights(folder))
         tensors = unwrapped(stored, (PARALLEL,))
         self.unwrapped = tensors.keys() != stored.keys()
+        self.replaced: dict[str, TensorInfo] = {}
         parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
         for name, info in tensors.items():
             self._sort(name, info, parts)
         if not parts and not self.replaced:
             raise SourceError(f"{folder / WEIGHTS} holds no tensors. {AGAIN}")
-        targets = [path for path in parts if not (self._config.ties and self._repeats_table(path, parts))]
-        if (wrong := self._config.untargeted(targets)) is not None:
-            raise self._wrong(f"{wrong[0]}.lora_*", f"changes a layer that {wrong[1]} of {CONFIG} leaves out")
-        scales = self._config.scales(list(parts))
-        self.updates = {path: self._update(path, parts[path], *scales[path]) for path in parts}
-        for name in tensors:
+        self._refuse_untargeted(list(parts))
+        ranks = self._by_pattern("rank_pattern", config.rank_pattern, list(parts), config.r)
+        alphas = self._by_pattern("alpha_pattern", config.alpha_pattern, list(parts), config.lora_alpha)
+        self.updates = {path: self._update(path, parts[path], ranks[path], alphas[path]) for path in parts}
+        for name, info in tensors.items():
             path, inner, _ = name.removeprefix(PREFIX).rpartition(".base_layer.")
             if inner and path not in self.updates:
                 raise self._wrong(name, "belongs to a layer that the adapter does not change")
-        for name, info in tensors.items():
-            self._refuse_non_finite(name, info)
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.folder.resolve().name
+            for start, stop in info.slabs():
+                data = read_rows(folder, info, start, stop).view(STORED[info.dtype])
+                if bad := count_unusable(data, info.dtype):
+                    raise self._wrong(name, f"holds {bad} NaN or infinite values or such beyond 2^64")
 
     @cached_property
     def entry(self) -> AdapterEntry:
-        """What a manifest says of it."""
-        kind = "DoRA" if self._config.dora else "rsLoRA" if self._config.rank_stabilized else "LoRA"
+        """The adapter's entry in a manifest."""
         hashes = {name: sha256_of(self.folder / name) for name in (CONFIG, WEIGHTS)}
-        return AdapterEntry(name=self.name, kind=kind, hashes=hashes)
+        return AdapterEntry(name=self.name, kind=self.kind, hashes=hashes)
 
     def values(self, info: TensorInfo) -> NDArray[np.float32]:
         """One of its tensors in float32."""
-        data = read_bytes(self.folder / info.file, info, 0, info.nbytes).view(STORED[info.dtype])
+        data = read_rows(self.folder, info, 0, info.rows).view(STORED[info.dtype])
         return to_float32(data.reshape(info.shape), info.dtype)
 
     def equal(self, one: TensorInfo, other: TensorInfo, transposed: bool = False) -> bool:
-        """Whether two of its tensors hold the same numbers; `transposed`: one of them the other way round."""
+        """Whether two of its tensors hold the same numbers; `transposed`: the one is the other's transpose."""
         if one.shape != (other.shape[::-1] if transposed else other.shape):
             return False
         a, b = self.values(one), self.values(other)
@@ -123,6 +155,7 @@ class Adapter:
         return SourceError(f"{self.folder / WEIGHTS} lacks the tensor {shown(tensor)}: {why}. {AGAIN}")
 
     def _sort(self, name: str, info: TensorInfo, parts: dict[str, dict[str, TensorInfo]]) -> None:
+        """Put a tensor among the `parts` of a layer's update, or among those that are replaced."""
         if not name.startswith(PREFIX):
             raise self._wrong(name, f"is no part of a model: its name does not begin with {PREFIX}")
         if info.dtype not in FLOATS:
@@ -138,58 +171,71 @@ class Adapter:
             raise self._wrong(name, "is of no kind that is merged", MERGE_FIRST)
         else:
             plain = own.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-            if plain in self.replaced and not self.equal(self.replaced[plain], info):
+            other = self.replaced.setdefault(plain, info)
+            if other is not info and not self.equal(other, info):
                 raise self._wrong(name, f"has other values than {PREFIX}{plain}")
-            self.replaced[plain] = info
 
-    def _repeats_table(self, path: str, parts: Mapping[str, Mapping[str, TensorInfo]]) -> bool:
-        """Whether a linear layer's matrices are those of an embedding, the other way round."""
-        own = parts[path]
-        return {"A", "B"} <= own.keys() and any(
-            self.equal(own["A"], other["table B"], True) and self.equal(own["B"], other["table A"], True)
-            for other in parts.values()
-            if {"table A", "table B"} <= other.keys()
-        )
+    def _by_pattern(
+        self, field: str, patterns: Mapping[str, Value] | None, paths: list[str], default: Value
+    ) -> dict[str, Value]:
+        """By the path of a layer, the value of the first of the patterns that matches the path or its end."""
+        expressions = [rf"(.*\.)?({pattern})" for pattern in patterns or ()]
+        found = full_matches(expressions, paths, f"{self.folder / CONFIG}: {field}", SourceError)
+        pairs = list(zip((patterns or {}).values(), found, strict=True))
+        return {path: next((value for value, matched in pairs if path in matched), default) for path in paths}
 
-    def _update(self, path: str, parts: dict[str, TensorInfo], rank: int, scale: float) -> LowRank:
+    def _refuse_untargeted(self, paths: list[str]) -> None:
+        """Raise SourceError for a layer that peft would leave as it is, since `target_modules` does not name it."""
+        named = self._config.target_modules
+        if not named or named == "all-linear" or self._config.ensure_weight_tying:  # a tied head is not named
+            return
+        if isinstance(named, str):
+            matched = full_matches([named], paths, f"{self.folder / CONFIG}: target_modules", SourceError)[0]
+        else:
+            ends = tuple(f".{name}" for name in named)
+            matched = frozenset(path for path in paths if f".{path}".endswith(ends))
+        for path in paths:
+            if path not in matched:
+                raise self._wrong(f"{path}.lora_*", f"changes a layer that target_modules of {CONFIG} leaves out")
+
+    def _update(self, path: str, parts: dict[str, TensorInfo], rank: int, alpha: float) -> LowRank:
         table = "table A" in parts or "table B" in parts
         if table and not parts.keys().isdisjoint(("A", "B", "bias")):
             raise self._wrong(f"{path}.lora_A", "is of a linear layer, and others are of an embedding")
-        stem = f"{path}.lora_embedding_" if table else f"{path}.lora_"
-        kinds = ("table A", "table B") if table else ("A", "B")
-        for kind in kinds:
+        config, stem = self._config, f"{path}.lora_{'embedding_' if table else ''}"
+        if table:
+            parts = {kind.removeprefix("table "): info for kind, info in parts.items()}
+        for kind in "AB":
             if kind not in parts:
-                raise self._lacks(f"{stem}{kind[-1]}", "A and B belong together")
-        a, b = (parts[kind] for kind in kinds)
+                raise self._lacks(f"{stem}{kind}", "A and B belong together")
+        a, b = parts["A"], parts["B"]
         for name, info, place in ((f"{stem}A", a, 0), (f"{stem}B", b, 1)):
-            if len(info.shape) != 2:
-                raise self._wrong(name, f"has the shape {info.shape} and is no matrix")
-            if info.shape[place] != rank:
+            if len(info.shape) != 2 or info.shape[place] != rank:
                 raise self._wrong(name, f"has the shape {info.shape}, and {CONFIG} says rank {rank}")
-        expected = {
-            "magnitude": ("use_dora", self._config.dora),
-            "bias": ("lora_bias", self._config.bias and not table),
-        }
-        for kind, (key, value) in expected.items():
-            name, word = f"{path}.lora_{'magnitude_vector' if kind == 'magnitude' else 'B.bias'}", str(value).lower()
-            if kind not in parts and value:
-                raise self._lacks(name, f"{CONFIG} says {key} = {word}")
-            if kind in parts and not value:
-                raise self._wrong(name, f"is there, and {CONFIG} says {key} = {word}")
+        for kind, part, key, wanted in (
+            ("magnitude", "magnitude_vector", "use_dora", bool(config.use_dora)),
+            ("bias", "B.bias", "lora_bias", bool(config.lora_bias) and not table),
+        ):
+            name = f"{path}.lora_{part}"
+            if wanted and kind not in parts:
+                raise self._lacks(name, f"{CONFIG} says {key} = true")
+            if kind in parts and not wanted:
+                raise self._wrong(name, f"is there, and {CONFIG} does not say {key} = true")
             if kind in parts and parts[kind].shape != (b.shape[0],):
                 raise self._wrong(name, f"has the shape {parts[kind].shape}, not {(b.shape[0],)}")
-        return LowRank(path, table, a, b, scale, parts.get("magnitude"), parts.get("bias"))
-
-    def _refuse_non_finite(self, name: str, info: TensorInfo) -> None:
-        for start in range(0, info.nbytes, SLAB):
-            data = read_bytes(self.folder / info.file, info, start, min(SLAB, info.nbytes - start))
-            if bad := count_unusable(data.view(STORED[info.dtype]), info.dtype):
-                raise self._wrong(name, f"holds {bad} NaN or infinite values or such beyond 2^64")
+        scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        return LowRank(table, a, b, scale, parts.get("magnitude"), parts.get("bias"))
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter and no model."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def base_of(folder: Path) -> str | None:
+    """What adapter_config.json calls the base model; raises SourceError where the file is damaged."""
+    name = read_object(folder / CONFIG, SourceError, AGAIN, MOST_CONFIG).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
 
 
 def open_adapter(folder: str | Path) -> Adapter:
@@ -203,12 +249,44 @@ def open_adapter(folder: str | Path) -> Adapter:
     return Adapter(path)
 
 
-def _read_weights(folder: Path) -> dict[str, TensorInfo]:
+def read_config(folder: Path) -> AdapterConfig:
+    """Read adapter_config.json; raises SourceError for a damaged file, UnsupportedError for what is not merged."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise SourceError(f"{folder} has no {CONFIG}, so it is no adapter. Give the folder that holds it.")
+    if not inside(folder, path):
+        raise SourceError(f"{path} is a link out of the adapter's folder. Put the file itself there.")
+    values = read_object(path, SourceError, AGAIN, MOST_CONFIG)
+    if (kind := values.get("peft_type")) != "LORA":
+        raise UnsupportedError(
+            f"{folder} is an adapter of the kind {shown(kind)}. Only LoRA is merged here. If its kind changes weights: "
+            f"{MERGE_FIRST}"
+        )
+    try:
+        config = AdapterConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = shown(".".join(map(str, first["loc"])))[1:-1]
+        raise SourceError(f"{path}: {key} is {shown(first['input'])}: {first['msg']}. {AGAIN}") from None
+    for key, value in (config.model_extra or {}).items():
+        if key not in IDLE and value not in (None, False, "", [], {}):
+            raise UnsupportedError(f"{path} sets {shown(key)} ({shown(value)}), which is not merged. {MERGE_FIRST}")
+    if config.init_lora_weights not in KEEPS_BASE:
+        raise UnsupportedError(
+            f"{path}: init_lora_weights is {shown(config.init_lora_weights)}, which changes the base model's own "
+            "weights, too. Save the adapter with peft's path_initial_model_for_weight_conversion, or merge it."
+        )
+    if config.use_dora and config.lora_bias:
+        raise UnsupportedError(f"{path}: use_dora with lora_bias is not merged: peft's own merge is not exact there")
+    return config
+
+
+def _weights(folder: Path) -> Path:
     path = folder / WEIGHTS
     if path.is_symlink() and not inside(folder, path):
         raise SourceError(f"{path} is a link out of the adapter's folder. Put the file itself there.")
     if path.is_file():
-        return read_header(path)
+        return path
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise SourceError(

@@ -1,17 +1,44 @@
-"""A tensor that is read in rows, so that a large one needs little memory."""
+"""Stored floats with numpy alone, and tensors that are read some rows at a time, so that they need little memory.
+
+numpy does not know bfloat16: its 16 bits come as uint16. dtypes are named as safetensors names them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
+
+STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+FLOATS = tuple(STORED)
+# The bits of the exponent, and the first exponent that no weight has: NaN, infinity, and values beyond 2^64, whose
+# square overflows float32.
+EXPONENT = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}
+UNUSABLE = {"F64": (1023 + 64) << 52, "F32": (127 + 64) << 23, "F16": 0x1F << 10, "BF16": (127 + 64) << 7}
+
+
+def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Stored values of any shape in float32: exact but for F64, which is rounded."""
+    if dtype != "BF16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float32, copy=False)
+    bits = values.astype(np.uint32)
+    bits <<= 16
+    return bits.view(np.float32)
+
+
+def count_unusable(values: NDArray[Any], dtype: str) -> int:
+    """Count the stored values that are NaN, infinite or beyond 2^64."""
+    bits = values.view(f"<u{values.itemsize}")
+    exponent, least = (bits.dtype.type(limits[dtype]) for limits in (EXPONENT, UNUSABLE))
+    return int(np.count_nonzero((bits & exponent) >= least))
 
 
 @dataclass(frozen=True)
@@ -23,16 +50,14 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return self.shape[0] if self.shape else 1
 
     def pieces(self, elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """All rows in order, about so many `elements` at a time, each piece with the number of its first row."""
+        """All rows in order, about `elements` values at a time, each piece with the number of its first row."""
         step = max(1, elements // max(1, math.prod(self.shape[1:])))
         return ((start, self.read(start, min(start + step, self.count))) for start in range(0, self.count, step))
 
     def whole(self) -> NDArray[np.float32]:
-        """All of it."""
         return self.read(0, self.count).reshape(self.shape)
 
 
@@ -43,6 +68,6 @@ def rows_of_array(values: NDArray[np.float32]) -> Rows:
 
 
 def rows_in_memory(tensor: torch.Tensor) -> Rows:
-    """The rows of a tensor that is there."""
+    """The rows of a tensor in memory."""
     plain = tensor if tensor.ndim else tensor[None]
     return Rows(tuple(tensor.shape), lambda start, stop: plain[start:stop].float().numpy())

@@ -13,66 +13,44 @@ from quantkit.untrusted import inside, read_object, shown
 
 # Patterns of fnmatch, which the hub takes, too. One of the vocabularies is what makes a tokenizer.
 VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "tiktoken.model",
-    "spiece.model",
-    "sentencepiece.model",
-    "sentencepiece.bpe.model",
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model"),
+    *("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model"),
 )
-TEMPLATES = "additional_chat_templates"  # the folder of those that have a name
+TEMPLATES = "additional_chat_templates"  # the folder of named templates
+TOKENIZER_SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 TOKENIZER_FILES = (
     *VOCABULARIES,
     "tokenizer.model.v*",  # mistral-common's
     "tokenizer.[0-9]*.json",  # `fast_tokenizer_files` of versions of transformers
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    f"{TEMPLATES}/*.jinja",
+    *(TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", f"{TEMPLATES}/*.jinja"),
 )
-TOKENIZER_SETTINGS = "tokenizer_config.json"
-GENERATION = "generation_config.json"
 # How the other halves of multimodal models take images and sound.
 PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "audio_tokenizer_config.json",
-    "chat_template.json",
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("audio_tokenizer_config.json", "chat_template.json"),
 )
 # Licences by all their names: LICENSE-MODEL, Licence.txt, NOTICE.md, USE_POLICY.md.
 TERMS = ("LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "[Nn]otice*", "*USE_POLICY*", "*[Uu]se_[Pp]olicy*")
 SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION, *TERMS)
-# Those that hold keys and values.
-OBJECTS = (
-    TOKENIZER_SETTINGS,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    GENERATION,
-    *PROCESSOR_FILES,
-)
+# Files that hold keys and values.
+OBJECTS = (TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", GENERATION, *PROCESSOR_FILES)
 # Bytes. A tokenizer takes 20 times the size of a token that fills a file, and ends the process for want of memory.
 LARGEST, LARGEST_OBJECT, LARGEST_TEMPLATE = 1 << 26, 1 << 24, 1 << 20
-
-
-# What is never a text: code, weights, pickles.
+# Endings of files that are never a text: code, weights, pickles.
 NO_TEXT = (".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".safetensors", ".gguf")
-# Files that a loader may read. A note names the ones that are not copied.
+# Endings of files that a loader may read. A note names the ones that are not copied.
 READABLE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
+AGAIN = "Fetch the file again."
 
 
 def matches(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
-    """Whether a file of that name, relative to its checkpoint, is one of the side files."""
+    """Whether a file of that name, relative to its checkpoint, is a side file."""
     return not name.lower().endswith(NO_TEXT) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _named(origin: Path) -> dict[str, Path]:
-    """Return the paths in `origin` whose names are those of side files, by name: files, links and pipes, no folders."""
+    """By name, what has a side file's name in `origin`: files, links and pipes, no folders."""
     paths = (path for folder in (origin, origin / TEMPLATES) if folder.is_dir() for path in sorted(folder.iterdir()))
     names = {path.relative_to(origin).as_posix(): path for path in paths if path.is_symlink() or not path.is_dir()}
     return {name: path for name, path in names.items() if matches(name)}
@@ -87,10 +65,8 @@ def refuse_large_files(origin: Path) -> None:
 
 
 def refuse_side_files(origin: Path) -> None:
-    """Raise SourceError for a side file that cannot be copied: a link out of the folder, or a damaged JSON object.
-
-    Whoever made the folder could otherwise have any file of the user's copied into what he publishes.
-    """
+    """Raise SourceError for a side file that cannot be copied: a link out of the folder, or a damaged JSON object."""
+    # Whoever made the folder could otherwise have any file of the user's copied into what the user publishes.
     refuse_large_files(origin)
     for name, path in _named(origin).items():
         if not inside(origin, path):
@@ -100,16 +76,16 @@ def refuse_side_files(origin: Path) -> None:
         if not name.isprintable() or "\\" in name:
             raise SourceError(f"{origin} has a file with the name {shown(name)}. Rename it.")
         if name in OBJECTS and path.is_file():
-            read_object(path, SourceError, "Fetch the file again.")
+            read_object(path, SourceError, AGAIN)
 
 
 def find_side_files(origin: Path, patterns: Iterable[str] = SIDE_FILES) -> dict[str, Path]:
-    """Those of them that are in `origin`, by name."""
+    """The side files in `origin`, by name."""
     return {name: path for name, path in _named(origin).items() if path.is_file() and matches(name, patterns)}
 
 
 def note_not_copied(origin: Path) -> tuple[str, ...]:
-    """A note of the files in `origin` that a loader could read and that are no side files; none where all are."""
+    """A note that names the files in `origin` that a loader could read and that are not copied; none if all are."""
     names = sorted(
         path.name
         for path in origin.iterdir()
@@ -123,21 +99,18 @@ def note_not_copied(origin: Path) -> tuple[str, ...]:
 
 
 def copy_side_files(origin: Path, folder: Path) -> None:
-    """Copy those of them that are in `origin`; raises SourceError for what `refuse_side_files` refuses."""
+    """Copy the side files in `origin`; raises SourceError for what `refuse_side_files` refuses."""
     refuse_side_files(origin)
     copy_files(find_side_files(origin), folder)
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy such files under their names.
-
-    The code that a tokenizer names (`auto_map`) is not there, and is not named in the copy.
-    """
+    """Copy side files under their names. The code that a tokenizer names (`auto_map`) is not copied and not named."""
     for name, path in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
     settings = folder / TOKENIZER_SETTINGS
     if settings.is_file():
-        values = read_object(settings, SourceError, "Fetch the file again.")
+        values = read_object(settings, SourceError, AGAIN)
         if values.pop("auto_map", None) is not None:
             settings.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,32 +1,112 @@
-"""The Spool: tensors on disk in the order in which they come, and a journal that says which of them are final.
+"""The Spool: tensors on disk in the order in which they come, and a journal of the finished decoder blocks.
 
 `tensors.spool` holds the bytes. `tensors.journal` gets one line of JSON for each finished decoder block: where its
-tensors lie, their checksum, and the state of the work so far. A process that is killed leaves at most a
-torn line and bytes beyond the last line; both are cut off when the spool is opened again.
+tensors are, their CRC-32, and the state of the work so far; behind it the CRC-32 of the line. A process that is killed
+leaves at most a torn line and bytes beyond the last line; both are cut off when the spool is opened again.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
+import numpy as np
 
-from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal, line_of
-from quantkit.checkpoints.safetensors import DTYPES, ITEM_BYTES, TensorInfo
+from quantkit.checkpoints.safetensors import DTYPES, ITEM_BYTES, TensorInfo, to_torch
 from quantkit.system.files import sync_folder
 
-DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, kind): name for name, kind in DTYPES.items()}
+if TYPE_CHECKING:
+    import torch
+
+SPOOL, JOURNAL = "tensors.spool", "tensors.journal"
+CHUNK = 1 << 24  # bytes that are read at a time
+STORED_NAMES = {f"torch.{kind}": name for name, kind in DTYPES.items()}
+
+
+def line_of(values: dict[str, Any]) -> str:
+    """A line of the journal: `values` as JSON, and behind them the CRC-32 of these bytes."""
+    text = json.dumps(values)
+    return f"{text} {zlib.crc32(text.encode()):08x}\n"
+
+
+def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of the journal whose tensors are in the spool, and the length of these lines in bytes."""
+    journal, spool = folder / JOURNAL, folder / SPOOL
+    lines: list[dict[str, Any]] = []
+    length = 0
+    if journal.is_file() and spool.is_file():
+        size = spool.stat().st_size
+        for text in journal.read_bytes().splitlines(keepends=True):
+            line = _parse(text, len(lines), lines[-1]["end"] if lines else 0, size)
+            if line is None:
+                break
+            lines.append(line)
+            length += len(text)
+    return lines, length
+
+
+def _parse(text: bytes, block: int, start: int, size: int) -> dict[str, Any] | None:
+    """The line of `block`, whose tensors are between `start` and `size`; None for any other line."""
+    values, _, crc = text.rpartition(b" ")
+    if crc != b"%08x\n" % zlib.crc32(values):
+        return None
+    try:
+        line: dict[str, Any] = json.loads(values)
+        end = line["end"]
+        sound = line["block"] == block and start <= end <= size and {"crc32", "state"} < line.keys()
+        for _, dtype, shape, first in line["tensors"]:
+            sound = sound and start <= first <= first + math.prod(shape) * ITEM_BYTES[dtype] <= end
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return None
+    return line if sound else None
+
+
+def cut_to_journal(folder: Path) -> list[dict[str, Any]]:
+    """Cut off a torn last line of the journal and the bytes of the spool that belong to no line; return the lines."""
+    lines, length = read_journal(folder)
+    for path, end in ((folder / JOURNAL, length), (folder / SPOOL, lines[-1]["end"] if lines else 0)):
+        if path.is_file() and path.stat().st_size > end:
+            os.truncate(path, end)
+    return lines
+
+
+def restore(folder: Path) -> dict[str, Any] | None:
+    """The state of the work after the finished blocks in `folder`; None where no block is finished.
+
+    Reads the spool once: the first block whose bytes do not have the journal's checksum is dropped with all later ones.
+    """
+    lines = cut_to_journal(folder)
+    start, sound = 0, 0
+    for line in lines:
+        if _crc32(folder / SPOOL, start, line["end"]) != line["crc32"]:
+            break
+        start, sound = line["end"], sound + 1
+    if sound < len(lines):
+        os.truncate(folder / SPOOL, start)
+        lines = cut_to_journal(folder)
+    return lines[-1]["state"] if lines else None
+
+
+def _crc32(path: Path, start: int, end: int) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        file.seek(start)
+        while start < end:
+            chunk = file.read(min(end - start, CHUNK))
+            crc = zlib.crc32(chunk, crc)
+            start += len(chunk)
+    return crc
 
 
 class Spool:
     """Takes tensors by name; `finish_block` makes what was added so far survive the end of the process.
 
-    `finished` is the number of decoder blocks that are finished, from the first on.
+    `finished` is the number of finished decoder blocks, counted from the first block.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,11 +124,11 @@ class Spool:
         self._file = self._spool_path.open("r+b" if self._spool_path.exists() else "w+b")
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor; its bytes go to disk at once. What a finished block holds already is not taken again."""
+        """Write one tensor to disk. A tensor that a finished block holds is not written again."""
         self.add_pieces(name, tensor.dtype, tuple(tensor.shape), (tensor,))
 
     def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
-        """Take one tensor as `add` does, some of its elements at a time."""
+        """Write one tensor as `add` does, some of its elements at a time."""
         if name in self._final:
             return
         if name in self._entries:
@@ -58,6 +138,8 @@ class Spool:
     def _append(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]
     ) -> TensorInfo:
+        import torch
+
         start, nbytes = self._file.seek(0, os.SEEK_END), math.prod(shape) * dtype.itemsize
         for piece in pieces:
             data = piece.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -66,30 +148,26 @@ class Spool:
         written = self._file.tell() - start
         if written != nbytes:
             raise ValueError(f"the tensor {name} has {written} bytes, and its shape {shape} needs {nbytes}")
-        return TensorInfo(SPOOL, DTYPE_NAMES[dtype], shape, start, nbytes)
+        return TensorInfo(SPOOL, STORED_NAMES[str(dtype)], shape, start, nbytes)
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Take another value of a tensor; should the process end before the artifact is done, the old one is back."""
-        old, dtype = self._entries[name], DTYPE_NAMES[tensor.dtype]
+        """Write another value of a tensor; should the process end before the artifact is done, the old one is back."""
+        old, dtype = self._entries[name], STORED_NAMES[str(tensor.dtype)]
         if (dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
             raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {dtype}")
         self._entries[name] = self._append(name, tensor.dtype, old.shape, (tensor,))
 
     def names(self) -> set[str]:
-        """Names of all tensors in the spool."""
         return set(self._entries)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor back as it was added; raises KeyError for a name that is not there."""
+        """Read a tensor back as it was added; raises KeyError for an unknown name."""
         entry = self._entries[name]
-        dtype = getattr(torch, DTYPES[entry.dtype])
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=dtype)
         self._file.seek(entry.start)
-        return torch.frombuffer(bytearray(self._file.read(entry.nbytes)), dtype=dtype).reshape(entry.shape)
+        data = np.frombuffer(bytearray(self._file.read(entry.nbytes)), np.uint8)
+        return to_torch(data, entry.dtype, entry.shape)
 
-    def copy(self, entry: TensorInfo, file: Any) -> None:
-        """Copy the bytes of one tensor into the open `file`."""
+    def copy(self, entry: TensorInfo, file: BinaryIO) -> None:
         self._file.seek(entry.start)
         left = entry.nbytes
         while left:
@@ -122,11 +200,9 @@ class Spool:
         self.finished += 1
 
     def close(self) -> None:
-        """Close the file; what is on disk stays."""
         self._file.close()
 
     def remove(self) -> None:
-        """Close and delete spool and journal."""
         self.close()
         self._journal_path.unlink(missing_ok=True)
         self._spool_path.unlink(missing_ok=True)

@@ -12,14 +12,36 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from quantkit.checkpoints.kept import Original, kept_pieces
+import numpy as np
+from numpy.typing import NDArray
+
 from quantkit.checkpoints.safetensors import ITEM_BYTES, TensorInfo
 from quantkit.checkpoints.spool import Spool
 
 SHARD_BYTES = 5_000_000_000
-NOT_KEPT = ("torch_dtype", "quantization_config", "auto_map")  # of the source's config.json
+NOT_COPIED = ("torch_dtype", "quantization_config", "auto_map")  # of config.json; code is not copied and not named
+
+
+class Original(Protocol):
+    """What a checkpoint is made from. `passthrough`: tensors that are copied bit by bit, the names that they are read
+    by under their published names."""
+
+    passthrough: Mapping[str, str]
+
+    @property
+    def whole_config(self) -> dict[str, Any]:
+        """config.json."""
+
+    def published(self, name: str) -> str:
+        """The name of a tensor in the checkpoint."""
+
+    def info(self, name: str) -> TensorInfo:
+        """Where a tensor is, and its shape."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of some of its rows."""
 
 
 class CheckpointWriter(Spool):
@@ -27,8 +49,8 @@ class CheckpointWriter(Spool):
 
     A method that works block by block calls `finish_block` after each decoder block. Where an earlier process was
     killed, `finished` blocks are there already: `names` and `get` give their tensors, and they are not added again.
-    Tensors outside the blocks are added after the last one. Kept tensors of the `original` need not be added, and all
-    names become those that it publishes.
+    Tensors outside the blocks are added after the last one. Tensors that the `original` passes through are not added,
+    and all names become its published names.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, *, original: Original | None = None) -> None:
@@ -36,9 +58,13 @@ class CheckpointWriter(Spool):
         self._folder, self._shard_bytes, self._original = folder, shard_bytes, original
 
     def finish(self) -> None:
-        """Write the shards. The spool stays while it holds finished blocks, until the artifact is proven."""
+        """Write the shards. The spool stays while it holds finished blocks, until the artifact is verified."""
+        entries = self._entries
+        if (original := self._original) is not None:
+            entries = {original.published(name): entry for name, entry in entries.items()}
+            entries |= {name: original.info(own) for name, own in original.passthrough.items()}
         # Wide types first keeps every tensor aligned; names make the order independent of the walk.
-        order = sorted(self._published().items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+        order = sorted(entries.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
         shards: list[dict[str, TensorInfo]] = [{}]
         for name, entry in order:
             if shards[-1] and sum(e.nbytes for e in shards[-1].values()) + entry.nbytes > self._shard_bytes:
@@ -60,12 +86,6 @@ class CheckpointWriter(Spool):
         else:
             self.remove()
 
-    def _published(self) -> dict[str, TensorInfo]:
-        if self._original is None:
-            return self._entries
-        made = {self._original.published(name): entry for name, entry in self._entries.items()}
-        return made | {name: self._original.kept_info(name) for name in self._original.kept}
-
     def _write_shard(self, file_name: str, entries: Mapping[str, TensorInfo]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -78,9 +98,10 @@ class CheckpointWriter(Spool):
         with (self._folder / file_name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for name, entry in entries.items():
-                if self._original is not None and name in self._original.kept:
-                    for part in kept_pieces(self._original, name):
-                        file.write(part.data)
+                if (original := self._original) is not None and name in original.passthrough:
+                    for start, stop in entry.slabs():
+                        rows = original.read_rows(original.passthrough[name], start, stop)
+                        file.write(np.ascontiguousarray(rows).data)
                 else:
                     self.copy(entry, file)
 
@@ -89,17 +110,14 @@ class CheckpointWriter(Spool):
 def open_writer(
     folder: Path, original: Original, dtype: str, quantization: Mapping[str, Any] | None
 ) -> Iterator[CheckpointWriter]:
-    """Yield a writer; on success also write config.json: the original's with its `dtype` and `quantization_config`.
-
-    Code that the source brings (`auto_map`) is not there, and is not named.
-    """
+    """Yield a writer; on success also write config.json: the original's with its `dtype` and `quantization_config`."""
     writer = CheckpointWriter(folder, original=original)
     try:
         yield writer
         writer.finish()
     finally:
         writer.close()
-    values = {key: value for key, value in original.whole_config.items() if key not in NOT_KEPT}
+    values = {key: value for key, value in original.whole_config.items() if key not in NOT_COPIED}
     values["dtype"] = dtype
     if quantization is not None:
         values["quantization_config"] = dict(quantization)

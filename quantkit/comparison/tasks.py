@@ -20,7 +20,7 @@ from filelock import FileLock
 from quantkit.comparison.compare import Comparison, name_of
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_method, find_probe
-from quantkit.data.bundled import NAMES
+from quantkit.data.texts import NAMES
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.models.config import leave_torch_out
 from quantkit.progress import Progress

@@ -13,7 +13,7 @@ from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout, Stored, TensorReader
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.models.text_half import Places, is_multimodal, places_of
+from quantkit.models.text_half import TextPrefixes, is_multimodal, prefixes_of
 from quantkit.untrusted import read_object
 
 AGAIN = "Convert again with --force."
@@ -31,10 +31,10 @@ def open_stored(artifact: Artifact, kind: Format) -> TensorReader:
     if lacking := sorted(set(kept) - names):
         raise ArtifactError(f"{folder} lacks the tensor {lacking[0]}. {AGAIN}")
     try:
-        places = places_of(config, names)
+        prefixes = prefixes_of(config, names)
     except UnsupportedError as error:
         raise ArtifactError(f"{folder} cannot be read: {error}") from None
-    return NamedReader(reader, places, kept, Counter(map(stored.dtype, kept)))
+    return NamedReader(reader, prefixes, kept, Counter(map(stored.dtype, kept)))
 
 
 def stored_values(reader: TensorReader) -> Iterator[tuple[str, Stored]]:
@@ -43,20 +43,20 @@ def stored_values(reader: TensorReader) -> Iterator[tuple[str, Stored]]:
 
 
 class NamedReader:
-    """`reader` of a format, whose names are published ones. `places` says where the text half lies, None where the
-    model is nothing else; `kept` tensors are beside it, `types` says what they are stored as.
+    """`reader` of a format, whose names are published ones. `prefixes` are those of a text half, None for a
+    model that is not multimodal; `kept` tensors are outside of it, `types` counts what they are stored as.
 
     A tensor that is neither goes by its published name.
     """
 
     def __init__(
-        self, reader: Any, places: Places | None, kept: Collection[str], types: Mapping[str, int] | None = None
+        self, reader: Any, prefixes: TextPrefixes | None, kept: Collection[str], types: Mapping[str, int] | None = None
     ) -> None:
-        self._reader, self._places, self._kept_types = reader, places, types or {}
+        self._reader, self._prefixes, self._kept_types = reader, prefixes, types or {}
         self._published = {self._own(name): name for name in reader.names() if name not in kept}
 
     def _own(self, name: str) -> str:
-        return name if self._places is None else self._places.text(name) or name
+        return name if self._prefixes is None else self._prefixes.text(name) or name
 
     def names(self) -> list[str]:
         """All of them, in order."""

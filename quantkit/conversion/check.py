@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from quantkit.conversion.staging import place_of, refuse_existing, refuse_overla
 from quantkit.data.texts import encode
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.formats.source import open_source
-from quantkit.models.architectures.proven import PROVEN
+from quantkit.models.architectures import PROVEN
 from quantkit.models.config import ADD_ROWS, refuse_ids, vocabulary_of
+from quantkit.models.overrides import OverriddenSource
 from quantkit.models.source import Source
 from quantkit.recipe import AUTO, ConvertRecipe, ResourceSpec
 from quantkit.system.device import CPU, device_memory, find_device
@@ -103,9 +104,10 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
     """
     _refuse_ranks(job)
     place = place_for(job, out, force)
-    source, kept_notes = _keeping(job, job.source, job.source.kept)
-    job = job.changed(source=source)
-    tokenizer_notes = _tokenizer_notes(source)  # first: a tokenizer that cannot be used is refused by every method
+    held, held_notes = _passed_through(job, job.source.passthrough)
+    if len(held) < len(job.source.passthrough):
+        job = job.changed(source=OverriddenSource(job.source, passthrough=held))
+    tokenizer_notes = _tokenizer_notes(job.source)  # first: a tokenizer that cannot be used is refused by every method
     try:
         job = job.changed(checked=job.method.check(job))
     except UnsupportedError as error:
@@ -113,15 +115,15 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
     if job.method.needs_torch(job.options):
         job = _with_leftovers(job)
     notes = (
-        *kept_notes,
+        *held_notes,
         *job.checked.notes,
         *_source_notes(job.source),
         *_untested_notes(job),
         *_left_alone_notes(job),
         *tokenizer_notes,
     )
-    wide = map(job.source.kept_info, job.source.kept)  # methods count two bytes for each value that stays as it is
-    nbytes = job.checked.nbytes + sum(max(0, info.nbytes - 2 * info.parameters) for info in wide)
+    others = job.source.others.values()  # methods count two bytes for each value that stays as it is
+    nbytes = job.checked.nbytes + sum(max(0, info.nbytes - 2 * info.parameters) for info in others)
     job = job.changed(checked=replace(job.checked, nbytes=nbytes, notes=notes))
     # At the end of a checkpoint its spool and its shards lie side by side.
     disk_bytes = job.checked.nbytes * (2 if job.format.keeps else 1)
@@ -243,38 +245,39 @@ def _ends_notes(source: Source, config: dict[str, Any], rows: int | None) -> tup
 
 def _with_leftovers(job: Job) -> Job:
     """The job with the tensors that its model does not use to be kept, or without them; notes tell which."""
-    from quantkit.models.leftovers import leftovers
+    from quantkit.models.skeleton import leftovers
 
-    idle, useless, beside = leftovers(job.source, job.skeleton)
+    source = job.source
+    idle, useless, beside = leftovers(source, job.skeleton)
     if not idle and not useless and not beside:
         return job
     if job.method.makes == "floats":
         useless, beside = [], [*useless, *beside]
-    source = job.source.without(idle).keeping([*useless, *beside])
-    without = list(map(source.published, useless))
-    told = [_rest_note(source, without, USELESS)] if without else []
-    source = source.keeping_only([name for name in source.kept if name not in without])
-    source, notes = _keeping(job, source, list(map(source.published, beside)))
+    told = [_rest_note(source, {source.published(name): name for name in useless}, USELESS)] if useless else []
+    held, notes = _passed_through(job, {source.published(name): name for name in beside})
+    passthrough = {**source.passthrough, **held}
+    source = OverriddenSource(source, dropped={*idle, *useless, *beside}, passthrough=passthrough)
     return job.changed(source=source, checked=replace(job.checked, notes=(*job.checked.notes, *told, *notes)))
 
 
-def _keeping(job: Job, source: Source, names: Collection[str]) -> tuple[Source, tuple[str, ...]]:
-    """The source without those of its kept tensors `names` that the job's format does not hold; notes tell which."""
-    types = {name: source.kept_info(name).dtype for name in names}
+def _passed_through(job: Job, names: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Those of the source's tensors that the job's format can hold as they are; notes tell which, and which it cannot.
+
+    `names` are those that the source reads them by, under their published names.
+    """
+    source = job.source
 
     def holds(name: str) -> bool:
-        return job.format.keeps and types[name] in KEPT and source.reads_as_stored(source.kept[name])
+        return job.format.keeps and source.info(name).dtype in KEPT and not source.is_dequantized(name)
 
-    lost = [name for name in names if not holds(name)]
-    kept = [name for name in names if name not in lost]
-    notes = [_rest_note(source, some, fate) for some, fate in ((kept, KEPT_SO), (lost, LOST)) if some]
-    if lost:
-        source = source.keeping_only([name for name in source.kept if name not in lost])
-    return source, tuple(notes)
+    held = {published: name for published, name in names.items() if holds(name)}
+    lost = {published: name for published, name in names.items() if published not in held}
+    notes = [_rest_note(source, some, fate) for some, fate in ((held, KEPT_SO), (lost, LOST)) if some]
+    return held, tuple(notes)
 
 
-def _rest_note(source: Source, names: list[str], fate: str) -> str:
-    plural, count = "s" if len(names) > 1 else "", sum(source.kept_info(name).parameters for name in names)
-    what = "text half" if source.places is not None else "architecture in transformers"
-    first = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+def _rest_note(source: Source, names: Mapping[str, str], fate: str) -> str:
+    plural, count = "s" if len(names) > 1 else "", sum(source.info(name).parameters for name in names.values())
+    what = "text half" if source.text_prefixes is not None else "architecture in transformers"
+    first = ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
     return f"{len(names)} tensor{plural} of the source ({count:,} values) are no part of its {what} and {fate}: {first}"

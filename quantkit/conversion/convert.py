@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from quantkit.artifact import MANIFEST, Artifact, Manifest, open_artifact
-from quantkit.checkpoints.journal import JOURNAL, SPOOL, restore
+from quantkit.checkpoints.spool import JOURNAL, SPOOL, restore
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Findings, Run
 from quantkit.conversion.alternatives import alternatives_to
@@ -20,6 +20,7 @@ from quantkit.conversion.manifest import fingerprint, make_manifest
 from quantkit.conversion.prove import check_values
 from quantkit.conversion.staging import place_of, refuse_existing, staged
 from quantkit.errors import RecipeError, SourceError, UnsupportedError, ValuesError
+from quantkit.models.source import refuse_non_finite
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, take_fields
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
@@ -150,7 +151,7 @@ def _make(job: Job, folder: Path, progress: Progress) -> None:
     _refuse_unwritable(job, folder, text, inherited)
     if findings is None and not job.source.proven_finite:
         with progress.step("reading the source", job.source.parameters) as advance:
-            job.source.refuse_non_finite(lambda name, _: advance(job.source.info(name).parameters))
+            refuse_non_finite(job.source, advance)
     job.source.copy_side_files(folder)  # first, so that a method may mend one of them
     current = Run(folder, progress, findings or Findings())
     if size() > 1:

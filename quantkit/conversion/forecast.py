@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from quantkit.checkpoints.safetensors import ITEM_BYTES
+from quantkit.checkpoints.safetensors import ITEM_BYTES, SLAB_BYTES
 from quantkit.contracts.method import BATCH_TOKENS, Job, Shapes
 from quantkit.conversion.prove import PIECE
 from quantkit.errors import ResourceError
-from quantkit.models.source import SLAB_BYTES
 from quantkit.system.device import CPU, memory_of
 from quantkit.system.memory import GROWTH, available_memory, free_memory
 from quantkit.system.sizes import told_apart

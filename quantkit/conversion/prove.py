@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.artifact import MANIFEST, Artifact, WeightError
-from quantkit.checkpoints.kept import kept_pieces
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.checkpoints.safetensors import DTYPES, StoredTensors
 from quantkit.contracts.format import Stored
@@ -132,12 +131,11 @@ def refuse_other_kept(source: Source, artifact: Artifact) -> None:
         return
     stored = StoredTensors(artifact.folder, artifact.manifest.weight_files)
     for name in artifact.manifest.source.kept:
-        info, start = source.kept_info(name), 0
-        same = (stored.dtype(name), stored.shape(name)) == (DTYPES[info.dtype], info.shape)
-        for piece in kept_pieces(source, name) if same else ():
-            rows = len(piece) * max(info.shape[0] if info.shape else 1, 1) // info.nbytes
-            same = same and np.array_equal(stored.read_rows(name, start, start + rows).reshape(-1), piece.reshape(-1))
-            start += rows
+        own = source.passthrough[name]
+        info = source.info(own)
+        same = (stored.dtype(name), stored.shape(name)) == (DTYPES[info.dtype], info.shape) and all(
+            np.array_equal(stored.read_rows(name, *rows), source.read_rows(own, *rows)) for rows in info.slabs()
+        )
         if not same:
             raise ArtifactError(f"{artifact.folder}: the tensor {name} is not the one of {source.model}. {AGAIN}")
 

@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from quantkit.artifact import MANIFEST, FileEntry, open_artifact
-from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal
+from quantkit.checkpoints.spool import JOURNAL, SPOOL, read_journal
 from quantkit.errors import ArtifactError, OutputError, QuantkitError, UnsupportedError, reason_of
 from quantkit.system.files import refuse_unwritable, replace_text, sha256_of, sync_folder
 from quantkit.system.sizes import told_apart

@@ -1,8 +1,8 @@
-"""Conversations: of the bundled texts and of a user's file, and how a model's own chat template writes them.
+"""Conversations of the bundled texts and of a user's file, and how a model's own chat template writes them.
 
-A template comes with the model and is untrusted: transformers renders it in jinja2's sandbox, and whatever it raises
-becomes a TextError. A template that asks for today's date gets `DAY`, so that the same text has the same tokens on
-every day. What a user may give, messages of role and content: https://huggingface.co/docs/transformers/chat_templating
+A template comes with the model and is untrusted: transformers renders it in jinja2's sandbox, and any exception becomes
+a TextError. A template that asks for today's date gets `DAY`, so that a text has the same tokens on every day. Messages
+have a role and a content: https://huggingface.co/docs/transformers/chat_templating
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIX = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said in turn: (role, content) of each message."""
+    """(role, content) of each message, in turn."""
 
     messages: tuple[tuple[str, str], ...]
 
@@ -61,10 +61,9 @@ def parse_lines(content: str, file: Path) -> tuple[str | Conversation, ...]:
 
 
 def _part(value: Any, where: str) -> str | Conversation:
-    messages = value.get("messages") if isinstance(value, dict) else None
+    messages, text = (value.get(key) if isinstance(value, dict) else None for key in ("messages", "text"))
     if isinstance(messages, list) and messages:
         return Conversation(tuple(_message(message, where) for message in messages))
-    text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise TextError(f"{where} holds neither messages nor a text: {shown(value)}. {FIX}")
     return text if text.endswith("\n") else f"{text}\n\n"
@@ -81,10 +80,7 @@ def _message(message: Any, where: str) -> tuple[str, str]:
 
 
 def render(tokenizer: Any, conversation: Conversation) -> str:
-    """The conversation as the tokenizer's chat template writes it, special tokens included.
-
-    Raises TextError where there is no template, or where it cannot be rendered.
-    """
+    """The conversation as the tokenizer's chat template writes it, special tokens included; raises TextError."""
     if not getattr(tokenizer, "chat_template", None):
         raise TextError(
             "the model has no chat template, and this text holds conversations. Take a text without them, such as "
@@ -92,25 +88,13 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
         )
     with told("the model's chat template cannot write a conversation of the text", TextError):
         template = TODAY.sub(lambda call: json.dumps(DAY.strftime(call[2])), tokenizer.get_chat_template())
-        text = tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in conversation.messages],
-            chat_template=template,
-            tokenize=False,
-            date_string=DAY.strftime("%d %b %Y"),
-        )
+        messages = [{"role": role, "content": content} for role, content in conversation.messages]
+        day = DAY.strftime("%d %b %Y")
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, date_string=day)
     return str(text)
 
 
-def rendered(tokenizer: Any, parts: tuple[str | Conversation, ...]) -> Iterator[str]:
-    """The parts of a text, one after the other, as the model reads them."""
-    for part in parts:
-        yield part if isinstance(part, str) else render(tokenizer, part)
-
-
 def said(parts: tuple[str | Conversation, ...]) -> Iterator[str]:
-    """What the parts say without any template: texts and messages."""
+    """The texts and messages of the parts, without any template."""
     for part in parts:
-        if isinstance(part, str):
-            yield part
-        else:
-            yield from (content for _, content in part.messages)
+        yield from [part] if isinstance(part, str) else (content for _, content in part.messages)

@@ -81,19 +81,15 @@ def load_dequantized(gguf: Path) -> tuple[Any, Any]:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
         # Without dequantize=True the reader keeps the weights packed and the model cannot be saved.
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-        )
+        how = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, **how)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model.eval(), tokenizer
 
 
 def leave_grid(model: Any) -> Any:
-    """Move gains between the weights of a llama, in place; its function stays, its weights lie on no grid any more.
+    """Move gains between the weights of a llama, in place: it computes the same, and its weights are on no grid.
 
     Weights that were 4-bit once flatter 4-bit schemes. The gains of the norms go into the columns of the layers behind
     them, and lognormal gains are moved from the columns of o and down into the rows of v and up.
@@ -102,8 +98,7 @@ def leave_grid(model: Any) -> Any:
 
     generator = torch.Generator().manual_seed(SEED)
     config = model.config
-    kv_heads = config.num_key_value_heads
-    shared = config.num_attention_heads // kv_heads
+    kv_heads, shared = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     head = config.hidden_size // config.num_attention_heads
     with torch.no_grad():
         for layer in model.model.layers:

@@ -1,9 +1,9 @@
-"""Whether a text was seen before: passages of 13 words, hashed, of which a fixed number is kept.
+"""Whether a text was seen before, by hashes of its passages of 13 words.
 
-A passage is `WORDS` consecutive words, in small letters and without what stands between them; characters of scripts
-without spaces are words. 13-grams are what GPT-3's authors looked for (Brown et al. 2020, appendix C). Of a text the
-`KEPT` smallest hashes are kept (Broder 1997, bottom-k sketch), a sample that is the same for equal texts, so the share
-of another text's passages that occur in it can be estimated from the hashes alone, and is exact where all are kept.
+A passage is `WORDS` consecutive words, in small letters and without punctuation; characters of scripts without spaces
+are words. GPT-3's authors looked for 13-grams (Brown et al. 2020, appendix C). The `KEPT` smallest hashes of a text are
+stored (Broder 1997, bottom-k sketch). This sample is the same for equal texts, so the share of another text's passages
+that occur in it can be estimated from the hashes alone, and is exact where all hashes are stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ Hashes = NDArray[np.uint64]
 WORDS = 13
 KEPT = 1024
 BYTES = 6  # of a hash that is kept: 8 characters in base64, without padding
-BATCH = 256  # texts whose hashes are held at a time
 # Thai to Burmese, Khmer, kana, Chinese characters: none of them has spaces between words.
 WORD = re.compile(
     r"[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
@@ -50,53 +49,42 @@ def hashes_of(text: str) -> Hashes:
 
 
 def kept_of(texts: Iterable[str]) -> str:
-    """The smallest hashes of all passages of `texts`, as text; a passage does not reach from one text to the next."""
+    """The smallest hashes of all passages of `texts`, in base64; no passage reaches from one text to the next."""
     kept = np.zeros(0, np.uint64)
-    batch: list[Hashes] = []
     for text in texts:
-        batch.append(hashes_of(text))
-        if len(batch) == BATCH:
-            kept = np.unique(np.concatenate([kept, *batch]))[:KEPT]
-            batch = []
-    kept = np.unique(np.concatenate([kept, *batch]))[:KEPT]
+        kept = np.unique(np.concatenate([kept, np.unique(hashes_of(text))[:KEPT]]))[:KEPT]
     packed = kept.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :BYTES]
     return base64.b64encode(packed.tobytes()).decode()
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Of `sampled` passages of a text, `seen` occur in another one."""
+    """Of `sampled` passages of a text, `seen` occur in another text."""
 
     seen: int
     sampled: int
 
     @property
     def share(self) -> float:
-        """Of all passages of the text, as estimated."""
+        """The estimated share of all passages of the text."""
         return self.seen / self.sampled if self.sampled else 0.0
 
 
 def seen_in(kept: str, texts: Iterable[str], among: Iterable[str] | None = None) -> Seen:
-    """How many passages of `texts`, each counted once, occur in the text whose hashes were `kept`.
+    """Count the passages of `texts`, each once, that occur in the text whose hashes were `kept`.
 
-    Of `texts` only passages that are in `among`, too, are counted, where that is given.
+    Where `among` is given, only passages that are in it, too, are counted.
     """
     packed = np.frombuffer(base64.b64decode(kept), np.uint8).reshape(-1, BYTES)
     before = np.zeros((len(packed), 8), np.uint8)
     before[:, :BYTES] = packed
     known = before.view("<u8").ravel().astype(np.uint64)
-    # Where hashes were left out, only those up to the largest that was kept tell anything.
+    # Where hashes were left out, only those up to the largest stored one tell anything.
     bound = known.max() if len(known) == KEPT else np.uint64((1 << 8 * BYTES) - 1)
-    sampled = _below(bound, texts)
-    if among is not None:
-        sampled = np.intersect1d(sampled, _below(bound, among))
+
+    def distinct(texts: Iterable[str]) -> Hashes:
+        found = [hashes_of(text) for text in texts]
+        return np.unique(np.concatenate([np.zeros(0, np.uint64), *(hashes[hashes <= bound] for hashes in found)]))
+
+    sampled = distinct(texts) if among is None else np.intersect1d(distinct(texts), distinct(among))
     return Seen(int(np.isin(sampled, known).sum()), len(sampled))
-
-
-def _below(bound: np.uint64, texts: Iterable[str]) -> Hashes:
-    """The distinct hashes of `texts` up to `bound`."""
-    parts = [np.zeros(0, np.uint64)]
-    for text in texts:
-        hashes = hashes_of(text)
-        parts.append(hashes[hashes <= bound])
-    return np.unique(np.concatenate(parts))

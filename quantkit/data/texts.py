@@ -1,38 +1,56 @@
-"""Texts: WikiText-2 through `datasets`, any file of the user, or a bundled text; and the token ids of a text.
+"""Texts: WikiText-2 through `datasets`, a file of the user, or a bundled text; and the token ids of a text.
 
-Conversations, of a bundled text or of a user's JSON lines, get their tokens by the chat template of the model: `Text`
-holds what is said, and `ids_of` renders it for a tokenizer. Tables that were measured on a bundled text say so.
+The bundled texts were written for quantkit. `sample` is the mix that is used where the hub cannot be reached:
+`sample_articles.txt` is in WikiText's layout, its first twenty articles serve calibration, its last twenty evaluation;
+`sample_kinds.txt` serves calibration and holds articles, conversations, prose, code, and other languages, one after the
+other. Each kind of `KINDS` is a text of its own with two halves; `mixed` is all of them in turn. No passage of a half
+is in the other. Tables that were measured on a bundled text say so.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass, replace
 from http.client import HTTPException
+from importlib.resources import files
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 from urllib.request import urlopen
 
 import numpy as np
 
-from quantkit.data.bundled import NAMES, Part, Split, parts_of, sample
-from quantkit.data.chat import Conversation, parse_lines, rendered
+from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
 from quantkit.errors import TextError
-from quantkit.untrusted import path_of, told
+from quantkit.untrusted import path_of, read_text, told
 
+Split = Literal["calibration", "evaluation"]
+Part = str | Conversation
 WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 HUB_SPLIT: dict[Split, str] = {"calibration": "train", "evaluation": "test"}
-LONG_TEXT = 1 << 16  # characters from which the ids of a text are kept
-KEPT_TEXTS = 4
-_kept: dict[bytes, np.ndarray] = {}
+KINDS = ("articles", "chat", "code", "languages")
+NAMES = ("sample", *KINDS, "mixed")
+# The first line of each section of sample_kinds.txt.
+SECTIONS = {
+    "articles": " = Aardvark = ",
+    "chat": "User:",
+    "prose": "The Clock Mender's Apprentice",
+    "code": "# file: inventory.py",
+    "languages": "Nach fünf Jahren fährt die Bergbahn wieder",
+}
+# Where a document of a kind begins; in other languages behind an empty line.
+BEGINNINGS = {
+    "articles": r"^(?= = [^=\n].* = $)",
+    "code": r"^(?=(?:#|//|--|;|/\*|<!--) file: )",
+    "languages": r"(?<=\n\n)(?=.)",
+}
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, the name that tables print for it, and the sha256 of its UTF-8 bytes.
-
-    Of a text with conversations `parts` has these and the plain texts between them, in order.
+    """A text and the name that tables print for it. `parts` are the conversations of a text that has any, and the plain
+    texts between them, in order.
     """
 
     name: str
@@ -42,7 +60,7 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the content."""
+        """Hex digest of the content's UTF-8 bytes."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
@@ -58,26 +76,23 @@ def load_text(path: str | None, split: Split) -> Text:
     file = path_of(path, TextError)
     if not file.is_file():
         raise TextError(f"the text file {file} does not exist")
-    with told(f"the text file {file} cannot be read", TextError):
-        content = file.read_bytes()
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise TextError(f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+    text = read_text(file, TextError, "Save it as UTF-8.", most=math.inf)
     if file.suffix == ".jsonl":
         return _of_parts(file.name, parse_lines(text, file), text)
     return Text(file.name, text)
 
 
 def sample_text(split: Split) -> Text:
-    """The bundled sample's part for `split`."""
+    """The part of the bundled sample for `split`."""
     return bundled_text("sample", split)
 
 
 def bundled_text(name: str, split: Split) -> Text:
-    """The part for `split` of the bundled text of that name."""
+    """The part of the bundled text of that name for `split`."""
     if name == "sample":
-        return Text(f"quantkit's bundled sample, {split} part", sample(split), bundled=True)
+        first, second = _articles()
+        content = first + _bundled("sample_kinds.txt") if split == "calibration" else second
+        return Text(f"quantkit's bundled sample, {split} part", content, bundled=True)
     title = f"quantkit's bundled text {name}, {split} part"
     parts = parts_of(name, split)
     said = "\n---\n\n".join(part if isinstance(part, str) else f"{part.plain}\n" for part in parts)
@@ -85,7 +100,7 @@ def bundled_text(name: str, split: Split) -> Text:
 
 
 def _of_parts(name: str, parts: tuple[Part, ...], content: str) -> Text:
-    """A text of these parts; one of plain texts alone is their sum, and `content` is hashed of others."""
+    """A text of these parts. `content` stands for conversations; plain texts alone are joined instead."""
     if any(isinstance(part, Conversation) for part in parts):
         return Text(name, content, parts=parts)
     return Text(name, "".join(map(str, parts)))
@@ -112,6 +127,53 @@ def _wikitext(split: Split) -> Text | None:
     return Text(f"WikiText-2 raw {HUB_SPLIT[split]}", content)
 
 
+def parts_of(name: str, split: Split) -> tuple[Part, ...]:
+    """The documents of one of `KINDS`, or of all in turn for ``mixed``."""
+    if name == "mixed":
+        return _in_turn([parts_of(kind, split) for kind in KINDS])
+    if name == "articles":
+        content = _articles()[0] + _section(name) if split == "calibration" else _articles()[1]
+    elif split == "evaluation":
+        content = _bundled(f"kinds/{name}_evaluation.txt")
+    elif name == "chat":
+        return parse_plain(_section(name)) + parse_plain(_bundled("kinds/chat_calibration.txt"))
+    else:
+        content = _section(name)
+    if name == "chat":
+        return parse_plain(content)
+    return tuple(part for part in re.split(BEGINNINGS[name], content, flags=re.MULTILINE) if part.strip())
+
+
+def _articles() -> tuple[str, str]:
+    articles = _bundled("sample_articles.txt")
+    starts = [m.start() for m in re.finditer(BEGINNINGS["articles"], articles, flags=re.MULTILINE)]
+    middle = starts[len(starts) // 2]
+    return articles[:middle], articles[middle:]
+
+
+def _section(name: str) -> str:
+    content = _bundled("sample_kinds.txt")
+    starts = {kind: content.index(f"\n{line}\n") + 1 for kind, line in SECTIONS.items()}
+    ends = dict(zip(starts, [*list(starts.values())[1:], len(content)], strict=True))
+    return content[0 if name == "articles" else starts[name] : ends[name]]
+
+
+def _in_turn(kinds: list[tuple[Part, ...]]) -> tuple[Part, ...]:
+    """All documents, in an order in which every stretch holds each kind in proportion to its size."""
+    placed: list[tuple[float, Part]] = []
+    for parts in kinds:
+        sizes = [len(part) if isinstance(part, str) else len(part.plain) for part in parts]
+        done = 0
+        for part, size in zip(parts, sizes, strict=True):
+            placed.append(((done + size / 2) / sum(sizes), part))
+            done += size
+    return tuple(part for _, part in sorted(placed, key=lambda one: one[0]))
+
+
+def _bundled(name: str) -> str:
+    return files("quantkit").joinpath("data", *name.split("/")).read_text(encoding="utf-8")
+
+
 def papers_text(content: str) -> str:
     """Join the rows with a blank line, as the GPTQ and AWQ papers do with the dataset's rows (blank ones empty)."""
     rows = re.findall(r"[^\n]*\n|[^\n]+", content)  # lines of a file: no other mark ends one
@@ -119,42 +181,19 @@ def papers_text(content: str) -> str:
 
 
 def ids_of(tokenizer: Any, text: Text) -> np.ndarray:
-    """Text -> (N,) int64 token ids; conversations by the tokenizer's chat template, which gives all special tokens.
-
-    Raises TextError where there is no template for conversations.
-    """
+    """Text -> (N,) int64 token ids; conversations by the tokenizer's chat template. Raises TextError without one."""
     if not text.parts:
         return encode(tokenizer, text.content)
-    return encode(tokenizer, "".join(rendered(tokenizer, text.parts)), adds_special=False)
+    parts = [part if isinstance(part, str) else render(tokenizer, part) for part in text.parts]
+    return encode(tokenizer, "".join(parts), add_special_tokens=False)
 
 
-def encode(tokenizer: Any, content: str, *, adds_special: bool = True) -> np.ndarray:
-    """Text -> (N,) int64 token ids, with what the tokenizer adds by itself (such as BOS) unless it shall not.
+def encode(tokenizer: Any, content: str, **options: bool) -> np.ndarray:
+    """Text -> (N,) int64 token ids, with the tokens that the tokenizer adds by itself, such as BOS.
 
-    The ids of the last long texts are kept: the variants of a comparison have them from one pass of the tokenizer.
+    `options` go to the tokenizer: `add_special_tokens=False` leaves those out.
     """
-    options = {} if adds_special else {"add_special_tokens": False}
-    key = _kept_under(tokenizer, content, options) if len(content) >= LONG_TEXT else None
-    if key is not None and key in _kept:
-        return _kept[key].astype(np.int64)
-    ids = np.asarray(tokenizer(content, verbose=False, **options)["input_ids"], dtype=np.int64)
-    if key is not None:
-        while len(_kept) >= KEPT_TEXTS:
-            del _kept[next(iter(_kept))]
-        _kept[key] = ids.astype(np.int32)
-    return ids
-
-
-def _kept_under(tokenizer: Any, content: str, options: dict[str, bool]) -> bytes | None:
-    """A digest of all that decides the ids; None where the tokenizer's state cannot be had as text."""
-    from tokenizers import Tokenizer
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        return None
-    split = getattr(tokenizer, "split_special_tokens", None)
-    state = (type(tokenizer).__qualname__, split, options, backend.to_str(), content)
-    return hashlib.sha256(repr(state).encode("utf-8", "surrogatepass")).digest()
+    return np.asarray(tokenizer(content, verbose=False, **options)["input_ids"], dtype=np.int64)
 
 
 def adds_bos(tokenizer: Any) -> bool:
@@ -164,6 +203,6 @@ def adds_bos(tokenizer: Any) -> bool:
 
 
 def first_token(tokenizer: Any) -> int | None:
-    """What lm-evaluation-harness puts before a text: BOS, else EOS."""
+    """The token that lm-evaluation-harness puts before a text: BOS, else EOS."""
     token: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return token

@@ -13,7 +13,7 @@ import torch
 
 from quantkit.contracts.windows import alike
 from quantkit.engines._int4_linear import generating
-from quantkit.models.architectures.foreign import running
+from quantkit.models.architectures import running
 from quantkit.models.output_head import OutputHead, last_states
 from quantkit.numerics.matmul import products_everywhere
 

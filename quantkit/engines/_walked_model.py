@@ -20,7 +20,7 @@ from quantkit.checkpoints.rows import Rows
 from quantkit.contracts.engine import LoadSpec
 from quantkit.engines._torch_model import PIECE_ROWS, ROWS
 from quantkit.errors import EngineError
-from quantkit.models.output_head import LastStates, NarrowOutput, OutputHead
+from quantkit.models.output_head import NarrowOutput, OutputHead
 from quantkit.models.skeleton import Skeleton, tables, weight_name
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import products_everywhere
@@ -60,10 +60,10 @@ class WalkedModel:
         walk = WindowWalk(
             self._skeleton, self._parts, self._block, device, dtype, self._spec.offload_bytes, self._spec.progress
         )
-        last = LastStates(self._behind(), self._skeleton.blocks_path)
+        last = OutputHead(self._behind(), self._skeleton.blocks_path)
         for batch, outputs in walk.outputs(windows):
             with torch.inference_mode(), products_everywhere():
-                hidden = last.states(outputs)
+                hidden = last.last_states(outputs)
             for window, states in zip(batch, hidden, strict=True):
                 yield states[window.first : window.first + len(window.targets)]
 

@@ -25,10 +25,9 @@ from quantkit.engines._scaled_linear import ScaledLinear
 from quantkit.engines._torch_model import TorchModel
 from quantkit.engines._walked_model import WalkedModel
 from quantkit.errors import ArtifactError, EngineError
-from quantkit.models.architectures.origins import cut
-from quantkit.models.leftovers import leftovers
-from quantkit.models.skeleton import Skeleton, load, open_skeleton, rows_of, set_parameter, source_name
+from quantkit.models.skeleton import Skeleton, leftovers, load, open_skeleton, rows_of, set_parameter, source_name
 from quantkit.models.source import Source
+from quantkit.models.unfuse import cut
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.device import find_device

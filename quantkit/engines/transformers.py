@@ -19,9 +19,9 @@ from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
 from quantkit.formats.bitsandbytes import NormalFloatReader
 from quantkit.formats.bitsandbytes.layers import FOR_CARDS, computed_by_processors, has_bfloat16_units
-from quantkit.models.architectures.experts import expert_of
 from quantkit.models.skeleton import load_whole
 from quantkit.models.text_half import is_multimodal
+from quantkit.models.unfuse import expert_of
 from quantkit.system.device import find_device
 from quantkit.untrusted import read_object, told
 
@@ -45,7 +45,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     torch.set_num_threads(spec.threads)
     device = None if spec.device == "cpu" else spec.device
     with told(f"transformers cannot load {model.folder}", EngineError):
-        if model.source is not None and (model.source.places is not None or not model.source.own_files):
+        if model.source is not None and (model.source.text_prefixes is not None or not model.source.own_files):
             dtype = spec.dtype or dtype_of(model.source.config)
             loaded, about = load_whole(model.source, dtype=dtype, device_map=device)
         else:

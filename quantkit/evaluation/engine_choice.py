@@ -72,7 +72,7 @@ class ChosenEngine:
         """What a child process is asked, to open a model in it."""
         return LoadRequest(
             model=model.location, revision=model.source.revision if model.source else None,
-            adapters=model.source.adapter_folders if model.source else (),
+            adapters=tuple(str(adapter.folder) for adapter in model.source.adapters) if model.source else (),
             engine=self.name, threads=threads,
             dtype=self.dtype, python=self.python, device=self.device, walk=self.walk,
             offload_bytes=self.offload_bytes,

@@ -172,7 +172,8 @@ class Judgement:
             return None
         key = key_of(self.exact, self.judged, FLOAT32)
         return BaselineName(
-            model=self.exact.model, revision=self.exact.revision, adapters=self.exact.adapter_folders, key=key,
+            model=self.exact.model, revision=self.exact.revision, key=key,
+            adapters=tuple(str(adapter.folder) for adapter in self.exact.adapters),
         )  # fmt: skip
 
     def kept_baseline(self) -> BaselineEntry | None:
@@ -350,8 +351,8 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             raise RecipeError(f"{model.label} is a source itself, and {source.model} another one: leave the source out")
         return
     entry = model.artifact.manifest.source
-    if entry.adapters != source.adapters:
-        one, other = (", ".join(adapter.name for adapter in of.adapters) or "none" for of in (source, entry))
+    if entry.adapters != (given_adapters := tuple(adapter.entry for adapter in source.adapters)):
+        one, other = (", ".join(adapter.name for adapter in of) or "none" for of in (given_adapters, entry.adapters))
         raise ArtifactError(
             f"{model.artifact.folder} was made with other adapters than those that are given ({one}; the manifest has "
             f"{other}, or other files of the name). Give the same, in the same order, with --adapter."

@@ -383,7 +383,7 @@ def add_others(
 
 def _named(layout: Layout, source: Source) -> Layout:
     """The layout with the bits of each layer by all names that readers may know it by, without `weight`."""
-    places = source.places
+    places = source.text_prefixes
 
     def names(module: str) -> tuple[str, ...]:
         return (module,) if places is None else places.modules(module)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import ArtifactError
+from quantkit.models.text_half import roots
 from quantkit.untrusted import read_object, shown
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ def untouched(source: Source, skeleton: Skeleton) -> Untouched:
     linears = (name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear))
     others = _named(source, skeleton, (name for name in linears if f"{name}.weight" not in quantized))
     alone = _named(source, skeleton, (name.removesuffix(".weight") for name in skeleton.left_alone()))
-    roots = source.kept_modules
-    inside = (name if name.startswith("model.") else f"model.{name}" for name in roots)
-    return Untouched(tuple(others), tuple(sorted({*roots, *inside, *alone})))
+    outer = roots(source.passthrough, map(source.published, source.tensors))
+    inside = (name if name.startswith("model.") else f"model.{name}" for name in outer)
+    return Untouched(tuple(others), tuple(sorted({*outer, *inside, *alone})))
 
 
 def _named(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[str]:
@@ -55,8 +56,8 @@ def _named(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[st
         found.append(name)
         if origin is not None and name.startswith(f"{skeleton.blocks_path}."):
             found.append(origin.name.removesuffix(".weight"))
-    if source.places is not None:
-        found = [place for name in found for place in source.places.modules(name)]
+    if source.text_prefixes is not None:
+        found = [place for name in found for place in source.text_prefixes.modules(name)]
     return list(dict.fromkeys(found))
 
 

@@ -23,7 +23,7 @@ from quantkit.contracts.stored import NamedReader
 from quantkit.errors import ArtifactError, RecipeError, SourceError
 from quantkit.formats._source_settings import FILES, KEYS, source_settings
 from quantkit.formats.float.checkpoint import Checkpoint, read_folder
-from quantkit.models.text_half import config_of, places_of
+from quantkit.models.text_half import config_of, prefixes_of
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.untrusted import shown
@@ -36,7 +36,7 @@ OpenQuantized = Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReade
 class QuantizedCheckpoint(Checkpoint):
     """Such a folder. `reader` has the codes of the weights that are `quantized`, `format` is the format's name."""
 
-    _codes_aside: frozenset[str] = frozenset()  # of the tensors beside the text half, those that are quantized
+    _other_codes: frozenset[str] = frozenset()  # of the tensors outside the text half, those that are quantized
 
     def __init__(
         self, kind: str, read: OpenQuantized, folder: Path, model: str, revision: str | None, config: dict[str, Any],
@@ -45,8 +45,8 @@ class QuantizedCheckpoint(Checkpoint):
         self._latest: tuple[str, Rows] | None = None
         self.format, self._said_in = kind, said_in.partition(":")[0]
         plain = {key: value for key, value in config.items() if key not in KEYS}
-        places, files = places_of(plain, stored), sorted({info.file for info in stored.values()})
-        alone = plain if places is None else config_of(plain, places, stored)
+        prefixes, files = prefixes_of(plain, stored), sorted({info.file for info in stored.values()})
+        alone = plain if prefixes is None else config_of(plain, prefixes, stored)
         try:
             self.reader = read(folder, tuple(files), alone)
             shapes = {name: self.reader.quantized_shape(name) for name in self.reader.names()}
@@ -66,23 +66,23 @@ class QuantizedCheckpoint(Checkpoint):
         }
         super().__init__(folder, model, revision, plain, tensors)
         self._files = files
-        if self.places is not None:
-            self.reader = NamedReader(self.reader, self.places, self.kept)
-            self._codes_aside = self.quantized & self._aside.keys()
-            self.quantized = frozenset(text for name in self.quantized if (text := self.places.text(name)) is not None)
+        if prefixes is not None:
+            self.reader = NamedReader(self.reader, prefixes, self.passthrough)
+            self._other_codes = self.quantized & self.others.keys()
+            self.quantized = frozenset(text for name in self.quantized if (text := prefixes.text(name)) is not None)
 
     @property
     def hashed_files(self) -> list[str]:
         """Also the file that says how the layers are quantized."""
         return list(dict.fromkeys((*super().hashed_files, self._said_in)))
 
-    def reads_as_stored(self, name: str) -> bool:
-        """Not where it is quantized."""
-        return name not in self.quantized and name not in self._codes_aside
+    def is_dequantized(self, name: str) -> bool:
+        """Whether a tensor is quantized."""
+        return name in self.quantized or name in self._other_codes
 
     def reading_bytes(self, name: str) -> int:
         """Of a quantized layer: its codes as words of 64 bits, then as bytes, and its values."""
-        return 0 if self.reads_as_stored(name) else 17 * self.info(name).parameters
+        return 17 * self.info(name).parameters if self.is_dequantized(name) else 0
 
     def _info(self, name: str, shape: tuple[int, ...], file: str) -> TensorInfo:
         shape = shape[::-1] if name in self._transposed else shape

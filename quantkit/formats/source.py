@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.checkpoints.adapter import is_adapter, open_adapter
-from quantkit.checkpoints.adapter_config import base_of
+from quantkit.checkpoints.adapter import base_of, is_adapter, open_adapter
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
 from quantkit.errors import RecipeError, SourceError, reason_of
@@ -36,7 +35,7 @@ def open_source(model: str, revision: str | None = None, adapters: Sequence[str 
     source = _open_base(model, folder, revision)
     refuse_another_head(source)
     if adapters:
-        from quantkit.formats._changed.adapted import AdaptedSource
+        from quantkit.models.adapted import AdaptedSource
 
         source = AdaptedSource(source, [open_adapter(adapter) for adapter in adapters])
     return source

@@ -29,10 +29,9 @@ from quantkit.methods._budget.choice import CHOICE
 from quantkit.methods._budget.layer_bits import KIND, BitsByLayer, base_bits, check_bits
 from quantkit.methods._budget.targets import AUTO
 from quantkit.methods._row_shares import in_shares
-from quantkit.models.architectures.experts import expert_of
-from quantkit.models.awq_folds import provable_scalings, unscaled
-from quantkit.models.awq_mappings import Scaling, fold, heads_of
+from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
 from quantkit.models.skeleton import load
+from quantkit.models.unfuse import expert_of
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.grid import Grid, fit_grid, on_grid, round_to_grid

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.checkpoints.floats import FLOATS
+from quantkit.checkpoints.rows import FLOATS
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
@@ -22,6 +22,7 @@ from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
 from quantkit.models.config import ADD_ROWS
+from quantkit.models.overrides import OverriddenSource
 from quantkit.recipe import Strict
 from quantkit.system.memory import GROWTH
 from quantkit.system.temporary import temporary_folder
@@ -118,8 +119,18 @@ def _proven_part(source: Source) -> Source | None:
         return None
     kinds = list(getattr(settings, "layer_types", None) or [])[:count]
     least = next((n for n in range(1, len(kinds)) if set(kinds[:n]) == set(kinds)), len(kinds) or 1)
-    short = source.shortened(max(least, (PROVEN_WEIGHTS - outside) // each, 1))
+    short = _shortened(source, max(least, (PROVEN_WEIGHTS - outside) // each, 1))
     return short if short.settings.num_hidden_layers < count else None
+
+
+def _shortened(source: Source, blocks: int) -> Source:
+    """The source as a model of its first decoder blocks alone; the tensors of the others stay, unused."""
+    known = getattr(source.settings, "attribute_map", {})
+    names = {"num_hidden_layers", "n_layer", known.get("num_hidden_layers", "num_hidden_layers")}
+    config: dict[str, Any] = {name: blocks for name in names if name in source.config}
+    if isinstance(kinds := source.config.get("layer_types"), list):
+        config["layer_types"] = kinds[:blocks]
+    return OverriddenSource(source, config=config)
 
 
 def _weights_outside(settings: Any) -> int:

@@ -24,8 +24,7 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods.awq import repeat_heads, share_heads
 from quantkit.methods.gptq import quantize_each
-from quantkit.models.awq_folds import provable_scalings, unscaled
-from quantkit.models.awq_mappings import Scaling, fold, heads_of
+from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.error_feedback import Feedback

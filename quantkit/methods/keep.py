@@ -28,8 +28,8 @@ class Options(Strict):
 
 def _source(job: Job) -> QuantizedCheckpoint:
     """The source with its codes; raises UnsupportedError where it has none."""
-    if isinstance(job.source, QuantizedCheckpoint):
-        return job.source
+    if isinstance(origin := job.source.origin, QuantizedCheckpoint):
+        return origin
     how = job.source.quantization or "not quantized"
     if not job.source.own_files:
         how = "read with adapters, whose values have no codes"
@@ -40,10 +40,10 @@ def _source(job: Job) -> QuantizedCheckpoint:
 
 def _bits_of(source: Source) -> str | None:
     """The bits of a source's codes; None of one that has none."""
-    if not isinstance(source, QuantizedCheckpoint):
+    if not isinstance(origin := source.origin, QuantizedCheckpoint):
         return None
     with suppress(UnsupportedError):
-        layout = source.layout()
+        layout = origin.layout()
         return str(layout.bits) if layout.values == "codes" else layout.values
     return None
 

@@ -1,20 +1,36 @@
-"""What AWQ scales, and how the inverse is folded away.
+"""What AWQ scales, and how the inverse is folded away: known by model type, or found by running a block.
 
-A model's function does not change when the inputs of some linear layers are divided by a scale that their columns
-are multiplied with, as long as the layer before them (a norm or a linear layer) divides its output, and everything
-that reads this output is scaled along. Which layers these are is found and proven in awq_folds.py.
+A model's function does not change when the inputs of some linear layers are divided by a scale that their columns are
+multiplied with, as long as the layer before them (a norm or a linear layer) divides its output, and everything that
+reads this output is scaled along. For the architectures of `MAPPINGS` these layers are known. For all others they are
+found by what flows where: a norm and all that reads its output, a linear layer and those that ran before it in the same
+part of the block. A candidate counts where a block with random weights gives the same outputs after random scales were
+folded, also with weights so large that values would be cut off wherever a model cuts them. What the outputs do not
+depend on is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
+
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.stand_in import StandIn, stand_ins
+from quantkit.models.unfuse import EXPERT, Experts
 
 Fused = Literal["", "qkv", "qkv_by_group", "kv_by_head", "gate_up"]
 FUSED: tuple[Fused, ...] = get_args(Fused)
+MAGNITUDE = 1024.0  # of the weights in the second trial
+TOLERANCE = 1e-5  # of the largest output: powers of two are folded without a rounding error
+OFFSETS = (0.0, 1.0)  # what norms add to their weights
 
 
 @dataclass(frozen=True)
@@ -35,32 +51,54 @@ class Scaling:
     offset: float = 0.0
 
 
+_ATTENTION = (
+    Scaling("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    Scaling("self_attn.v_proj", ("self_attn.o_proj",)),
+)
+_MLP = (
+    Scaling("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    Scaling("mlp.up_proj", ("mlp.down_proj",)),
+)
+_EXPERTS = (
+    Scaling("post_attention_layernorm", ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"), ("mlp.gate",)),
+    Scaling("mlp.experts.*.up_proj", ("mlp.experts.*.down_proj",)),
+)
+# By model type, in the order in which they are searched: only types whose settings change nothing of it.
+MAPPINGS: dict[str, tuple[Scaling, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "smollm3"), _ATTENTION + _MLP),
+    "qwen3_moe": _ATTENTION + _EXPERTS + _MLP,  # some of its blocks may have no experts
+    "mixtral": (
+        *_ATTENTION,
+        Scaling(
+            "post_attention_layernorm",
+            ("block_sparse_moe.experts.*.w1", "block_sparse_moe.experts.*.w3"),
+            ("block_sparse_moe.gate",),
+        ),
+        Scaling("block_sparse_moe.experts.*.w3", ("block_sparse_moe.experts.*.w2",)),
+    ),
+    "phi3": (
+        Scaling("input_layernorm", ("self_attn.qkv_proj",)),
+        Scaling("self_attn.qkv_proj", ("self_attn.o_proj",), fused="qkv"),
+        Scaling("post_attention_layernorm", ("mlp.gate_up_proj",)),
+        Scaling("mlp.gate_up_proj", ("mlp.down_proj",), fused="gate_up"),
+    ),
+}
+
+
 def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
     """The scalings that one stands for in a block whose weights have the names `stems`: one for each expert."""
-    for one in _each_expert(scaling, stems) if "*" in scaling.before else [scaling]:
-        layers, follow = _written_out(one.layers, stems), _written_out(one.follow, stems)
-        if one.before in stems and layers:
-            yield replace(one, layers=layers, follow=follow)
 
-
-def _each_expert(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
-    index = 0
-    while scaling.before.replace("*", str(index)) in stems:
-        layers = tuple(name.replace("*", str(index)) for name in scaling.layers)
-        yield replace(scaling, before=scaling.before.replace("*", str(index)), layers=layers)
-        index += 1
-
-
-def _written_out(names: tuple[str, ...], stems: set[str]) -> tuple[str, ...]:
-    written: list[str] = []
-    for name in names:
+    def named(name: str) -> Iterator[str]:
         if "*" not in name:
-            written += [name] if name in stems else []
-        index = 0
-        while "*" in name and (one := name.replace("*", str(index))) in stems:
-            written.append(one)
-            index += 1
-    return tuple(written)
+            return iter([name] if name in stems else [])
+        return takewhile(stems.__contains__, (name.replace("*", str(number)) for number in count()))
+
+    for number, before in enumerate(named(scaling.before)):
+        own = [name.replace("*", str(number)) if "*" in scaling.before else name for name in scaling.layers]
+        layers = tuple(found for name in own for found in named(name))
+        follow = tuple(found for name in scaling.follow for found in named(name))
+        if layers:
+            yield replace(scaling, before=before, layers=layers, follow=follow)
 
 
 def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tensor:
@@ -91,10 +129,10 @@ def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
     if fused == "kv_by_head":
         return rows % heads == 0 and rows // heads > size
     values = rows if fused == "" else (rows - columns) // 2
-    count = values // size
-    if values <= 0 or values % size or heads % count or (fused != "" and (rows - columns) % 2):
+    shared = values // size
+    if values <= 0 or values % size or heads % shared or (fused != "" and (rows - columns) % 2):
         return False
-    return fused != "qkv_by_group" or rows % (count * size) == 0
+    return fused != "qkv_by_group" or rows % (shared * size) == 0
 
 
 def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, config: Any) -> tuple[int, int]:
@@ -104,10 +142,10 @@ def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, con
         return 1, 1
     columns = values[f"{prefix}{scaling.layers[0]}.weight"].shape[1]
     heads = query_heads(config)
-    count = len(rows_before(scaling.fused, before.shape[0], columns, heads))
-    if scaling.fused in ("", "gate_up") and count == columns:
+    rows = len(rows_before(scaling.fused, before.shape[0], columns, heads))
+    if scaling.fused in ("", "gate_up") and rows == columns:
         return 1, 1
-    return heads, count // (columns // heads)
+    return heads, rows // (columns // heads)
 
 
 def query_heads(config: Any) -> int:
@@ -141,3 +179,173 @@ def fold(
     values[stem + "weight"] = weight / per_row[:, None]
     if bias is not None:
         values[stem + "bias"] = bias / per_row
+
+
+_found: WeakKeyDictionary[nn.Module, list[list[Scaling]]] = WeakKeyDictionary()
+
+
+def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[Scaling]]:
+    """The scalings of each block of the skeleton of `config`, in the order in which they are to be searched.
+
+    A skeleton is tried out once. Raises UnsupportedError where its blocks cannot be tried out.
+    """
+    if skeleton.model not in _found:
+        blocks: list[list[Scaling]] = [[] for _ in skeleton.blocks]
+        known = MAPPINGS.get(str(config.get("model_type")))
+        kinds: Iterable[tuple[Iterable[int], Iterable[Scaling]]] = [(range(len(blocks)), known or ())]
+        if known is None:
+            kinds = ((block.indices, _proven(block)) for block in stand_ins(skeleton, config))
+        for indices, scalings in kinds:
+            for index in indices:
+                stems = {name.removesuffix(".weight") for name, _ in skeleton.blocks[index].named_parameters()}
+                blocks[index] = [one for scaling in scalings for one in written_out(scaling, stems)]
+        _found[skeleton.model] = blocks
+    return _found[skeleton.model]
+
+
+def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, int, list[str]]:
+    """(linear layers of the skeleton, those whose inputs none of `scalings` scales, their names in a block)."""
+    total, left = 0, []
+    for index, block in enumerate(scalings):
+        scaled = {layer for scaling in block for layer in scaling.layers}
+        prefix = skeleton.block_prefix(index)
+        names = [name.removeprefix(prefix).removesuffix(".weight") for name in skeleton.linears_of(index)]
+        total += len(names)
+        left += [re.sub(r"\.\d+\.", ".*.", name) for name in names if name not in scaled]
+    return total, len(left), sorted(set(left))
+
+
+@dataclass
+class _Seen:
+    """What a run of a block showed: modules in the order in which they end, their first inputs, and their outputs."""
+
+    order: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _proven(block: StandIn) -> list[Scaling]:
+    values: dict[str, torch.Tensor] = dict(block.module.named_parameters())
+    want = block.run(values)
+    seen = _watch(block, values)
+    proven = []
+    for choice in _candidates(block, seen):
+        proven += [one for one in choice if _same(block, values, [one], want) and _reach(block, values, one, want)][:1]
+    for name, value in values.items():
+        if name.rpartition(".")[0] in block.linears:
+            value.data *= MAGNITUDE
+    want = block.run(values)
+    proven = [one for one in proven if _same(block, values, [one], want)]
+    # Together, as they will be folded.
+    return proven if _same(block, values, proven, want) else []
+
+
+def _same(block: StandIn, values: dict[str, torch.Tensor], scalings: list[Scaling], want: list[torch.Tensor]) -> bool:
+    """Whether the block's outputs, and what it shares, stay `want` when random scales are folded."""
+    changed: dict[str, torch.Tensor] = dict(values)
+    for scaling in scalings:
+        for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
+            heads = heads_of(one, changed, "", block.settings)
+            fold(one, changed, "", _random_scale(changed[f"{one.layers[0]}.weight"].shape[1], heads), heads)
+    return _gives(block, changed, want)
+
+
+def _reach(block: StandIn, values: dict[str, torch.Tensor], scaling: Scaling, want: list[torch.Tensor]) -> bool:
+    """Whether the block's outputs depend on the scaled layers: not on an indexer of fewer tokens than it may keep."""
+    changed: dict[str, torch.Tensor] = dict(values)
+    for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
+        for layer in one.layers:
+            weight = values[f"{layer}.weight"]
+            changed[f"{layer}.weight"] = weight * _random_scale(weight.shape[1], (1, 1))
+    return not _gives(block, changed, want)
+
+
+def _gives(block: StandIn, values: dict[str, torch.Tensor], want: list[torch.Tensor]) -> bool:
+    """Whether the block's outputs with these weights are `want`; not where any is NaN."""
+    pairs = zip(block.run(values), want, strict=True)
+    return all(bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()) for ours, theirs in pairs)
+
+
+def _random_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
+    """Powers of two from 1/4 to 4, equal for query heads that read one value head."""
+    total, shared = heads
+    drawn = torch.randint(-2, 3, (shared, 1, columns // total), generator=torch.Generator().manual_seed(columns))
+    return torch.pow(2.0, drawn).expand(shared, total // shared, -1).reshape(-1)
+
+
+def _watch(block: StandIn, values: dict[str, torch.Tensor]) -> _Seen:
+    seen = _Seen()
+
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if name not in seen.order:
+            seen.order[name] = len(seen.order)
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            seen.inputs |= {name: tensors[0]} if tensors else {}
+            seen.outputs |= {name: out} if isinstance(out, torch.Tensor) else {}
+
+    with ExitStack() as stack:
+        for name, module in block.module.named_modules():
+            hook: Any = lambda _module, args, kwargs, out, name=name: note(name, args, kwargs, out)  # noqa: E731
+            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        block.run(values)
+    return seen
+
+
+def _candidates(block: StandIn, seen: _Seen) -> list[list[Scaling]]:
+    """Scalings to try, in the order in which they are searched; of each list the first that holds is taken."""
+    choices: list[tuple[int, list[Scaling]]] = []
+    fed: set[str] = set()
+    for name, module in block.module.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or name not in seen.outputs:
+            continue
+        layers, follow = _readers(block, seen, name, len(weight))
+        if layers:
+            fed |= set(layers)
+            offsets = [Scaling(name, layers, follow, offset=offset) for offset in OFFSETS]
+            choices.append((seen.order[name], offsets))
+    families = {_starred(name): name for name in reversed(block.linears) if name in seen.order}
+    for starred, name in families.items():
+        if starred not in fed:
+            choices.append((seen.order[name], _linears_before(block, seen, name)))
+    return [choice for _, choice in sorted(choices, key=lambda one: one[0])]
+
+
+def _readers(block: StandIn, seen: _Seen, norm: str, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The linear layers that read what a norm returns, those of experts first, and what else has a weight for it."""
+    out, experts, layers, follow = seen.outputs[norm], [], [], []
+    for name in seen.order:
+        given, module = seen.inputs.get(name), block.module.get_submodule(name)
+        if given is None or given.data_ptr() != out.data_ptr() or given.shape[-1] != width:
+            continue
+        weight = getattr(module, "weight", None)
+        for inside, part in module.named_modules(prefix=name):  # what experts get is perhaps scaled before
+            if isinstance(part, Experts):
+                first = [f"{inside}.*.{matrix}" for matrix in part.first]
+                experts += [] if first[0] in experts else first
+        if name in block.linears:
+            layers.append(name)
+        elif isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1] == width:
+            follow.append(name)
+    return (*experts, *layers), tuple(follow)
+
+
+def _linears_before(block: StandIn, seen: _Seen, name: str) -> list[Scaling]:
+    """What may take the inverse of a layer's scale: linear layers beside it that ran before, the latest first."""
+    sizes = {layer: tuple(block.module.get_parameter(f"{layer}.weight").shape) for layer in block.linears}
+    place = name.rpartition(".")[0]
+    beside = [other for other in block.linears if other.rpartition(".")[0] == place and other in seen.order]
+    earlier = sorted((other for other in beside if seen.order[other] < seen.order[name]), key=seen.order.__getitem__)
+    heads = query_heads(block.settings)
+    return [
+        Scaling(_starred(other), (_starred(name),), fused=fused)
+        for other in reversed(earlier)
+        for fused in FUSED
+        if fits(fused, sizes[other][0], sizes[name][1], heads)
+    ]
+
+
+def _starred(name: str) -> str:
+    """The name with every expert taken for one."""
+    expert = EXPERT.match(name)
+    return name if expert is None else f"{expert.group(1)}.*{name[expert.end() :]}"

@@ -1,10 +1,14 @@
-"""The configuration and the tokenizer that transformers makes of a checkpoint's files, and what texts these allow."""
+"""The configuration and the tokenizer that transformers makes of a checkpoint's files, within limits.
+
+Keys of config.json: https://huggingface.co/docs/transformers/main_classes/configuration
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +19,9 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.side_files import TOKENIZER_SETTINGS, copy_side_files, refuse_large_files
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.models.bounds import refuse_config
 from quantkit.system.modules import importing
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import read_object, shown, silenced, told
+from quantkit.untrusted import DEEPEST, depth_exceeds, read_object, shown, silenced, told, whole_number
 
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 # Architectures that have a table with a row for each position: there is nothing beyond its end.
@@ -29,12 +32,40 @@ ADD_ROWS = (
 )
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
+Range = tuple[Callable[[float], bool], str]
+# Limits that a config.json is held within before a model is built of it, far beyond every published model: transformers
+# believes what is written there, and a billion layers are an endless loop, a head size of zero a division by zero.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MOST_EXPERTS_OF_ALL = 100_000  # of all layers together
+# Whole numbers by their names in transformers' configurations: least and most.
+NUMBERS: Mapping[tuple[str, ...], tuple[int, int]] = {
+    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): (1, 1 << 20),
+    ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"): (1, 1 << 24),
+    ("n_inner", "vocab_size"): (1, 1 << 24),
+    LAYERS: (1, 4096),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"): (1, 1 << 16),
+    ("num_key_value_heads", "num_kv_heads", "n_head_kv", "head_dim", "rotary_dim"): (1, 1 << 16),
+    ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"): (1, 1 << 30),
+    (*EXPERTS, "num_experts_per_tok"): (0, 4096),
+}
+ROPE = ("rope_parameters", "rope_scaling")
+INFINITE = ("time_step_limit",)  # settings that may hold infinity
+# Numbers, or lists of them, by endings of their names: what they are. `IN_ROPE` only inside the settings of RoPE.
+POSITIVE: Range = (lambda number: number > 0, "a number above 0")
+RANGES: Mapping[tuple[str, ...], Range] = {
+    ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"): POSITIVE,
+    ("partial_rotary_factor", "rotary_pct"): (lambda number: 0 < number <= 1, "a number above 0 and at most 1"),
+    ("_eps", "_epsilon"): (lambda number: 0 <= number < 1, "a number from 0 to 1"),
+}
+IN_ROPE: Mapping[tuple[str, ...], Range] = {**RANGES, ("factor", "beta_fast", "beta_slow"): POSITIVE}
+LARGEST_ID = 1 << 24  # of a token, either way: published models have -1, and ids of tokens without a row
+
 
 def leave_torch_out() -> None:
-    """Let transformers come without torch and without models, where neither is loaded yet.
+    """Import transformers without torch, unless either is loaded: for settings and tokenizers, with 300 MB less memory.
 
-    A process that only asks it for settings and tokenizers then starts sooner and holds 300 MB less. Our own modules
-    can load torch afterwards.
+    Our own modules can import torch afterwards.
     """
     if sys.modules.keys() & {"torch", "transformers"}:
         return
@@ -52,6 +83,88 @@ def torch_left_out() -> bool:
     from transformers.utils import is_torch_available
 
     return not is_torch_available()
+
+
+def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None:
+    """Raise UnsupportedError for a config.json whose values no model can have; names the key and its value.
+
+    `tensors` is the number of the checkpoint's tensors: a decoder block has at least one.
+    """
+    if depth_exceeds(config, DEEPEST):
+        raise UnsupportedError(f"config.json is nested deeper than {DEEPEST} levels. Give the model's own config.json.")
+    for where, value in _inside(config, "config.json"):
+        if isinstance(value, float) and not math.isfinite(value) and not any(name in where for name in INFINITE):
+            raise UnsupportedError(f"{where} is {value}, which is no finite number. Fix the config.json.")
+        if isinstance(value, dict):
+            values = {str(key): inner for key, inner in value.items()}  # in memory some keys are numbers
+            _refuse_numbers(values, where)
+            _refuse_ranges(values, where)
+            refuse_token_ids(values, where)
+    layers = max(_whole(config.get(name)) for name in LAYERS)
+    if tensors is not None and layers > tensors:
+        raise UnsupportedError(
+            f"config.json counts {layers} decoder blocks, and the checkpoint has {tensors} tensors. "
+            "Give the config.json that belongs to these weights."
+        )
+
+
+def refuse_token_ids(config: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedError for a special token's id that no token can have: transformers' generate() fails at it."""
+    for name, value in config.items():
+        ids = value if isinstance(value, list) else [value]
+        good = (number is None or (type(number) is int and abs(number) < LARGEST_ID) for number in ids)
+        if name.endswith("_token_id") and not (ids and all(good)):
+            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not the id of a token. Fix it, or remove it.")
+
+
+def _refuse_ranges(config: Mapping[str, Any], where: str) -> None:
+    for name, value in config.items():
+        numbers = value if isinstance(value, list) else [value]  # one for each layer, or each frequency
+        if name == "layer_rope_theta":
+            numbers = [base for base in numbers if base != 0]  # 0: that layer has no rotation
+        for ends, (good, what) in (IN_ROPE if any(key in where for key in ROPE) else RANGES).items():
+            if name.endswith(ends) and not all(n is None or (_is_number(n) and good(n)) for n in numbers):
+                raise UnsupportedError(f"{where}: {name} is {shown(value)}, not {what}. Fix the config.json.")
+    low, high = config.get("low_freq_factor"), config.get("high_freq_factor")
+    if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+        raise UnsupportedError(f"{where}: low_freq_factor is {low}, not below high_freq_factor, {high}. Fix it.")
+
+
+def _refuse_numbers(config: Mapping[str, Any], where: str) -> None:
+    """Also names and mappings that are none."""
+    for names, (least, most) in NUMBERS.items():
+        for name in names:
+            if not isinstance(config.get(name), list):  # some architectures have one for each layer
+                whole_number(config, name, least, most, where, UnsupportedError)
+    layers = max(_whole(config.get(name)) for name in LAYERS)
+    experts = max(_whole(config.get(name)) for name in EXPERTS)
+    if layers * experts > MOST_EXPERTS_OF_ALL:
+        raise UnsupportedError(f"{where}: {layers} layers of {experts} experts are more than quantkit takes")
+    classes = config.get("architectures")
+    if not isinstance(classes, list | None) or not all(isinstance(name, str) for name in classes or ()):
+        raise UnsupportedError(f"{where}: architectures is {shown(classes)}, not a list of names")
+    for name, kind, what in (("model_type", str, "a name"), *((name, dict, "keys and values") for name in ROPE)):
+        if not isinstance(config.get(name), kind | None):
+            raise UnsupportedError(f"{where}: {name} is {shown(config[name])}, not {what}")
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _inside(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """The value and every value in its lists and mappings, each with the path to it."""
+    yield where, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _inside(inner, f"{where}: {key}" if where == "config.json" else f"{where}.{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _inside(inner, where)
 
 
 @importing()
@@ -103,10 +216,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 @contextmanager
 def _without_code(folder: Path) -> Iterator[Path]:
-    """`folder`, or where its tokenizer names code of its own a copy of its small files that does not.
-
-    That copy is what an artifact gets: transformers chooses some classes by whether the key is there.
-    """
+    """`folder`; where its tokenizer names code of its own, a copy of its small files that does not, as in artifacts."""
     settings = folder / TOKENIZER_SETTINGS
     if not settings.is_file() or "auto_map" not in read_object(settings, SourceError, "Fetch the file again."):
         yield folder
@@ -121,10 +231,7 @@ def _without_code(folder: Path) -> Iterator[Path]:
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Let `folder` give this tokenizer, also where its files alone do not: transformers asks the model's config.json.
-
-    Raises SourceError.
-    """
+    """Save the tokenizer in `folder` unless its files give it without the model's config.json; raises SourceError."""
     if type(load_tokenizer(folder)) is not type(tokenizer):
         tokenizer.save_pretrained(folder)
 
@@ -149,22 +256,19 @@ def _refuse_template(template: Any, folder: Path) -> None:
         if not isinstance(text, str):
             raise SourceError(f"the tokenizer in {folder} has the chat template {shown(text)}, which is no text")
         with told(
-            f"the chat template of the tokenizer in {folder} cannot be read", SourceError, "Mend it, or take it out."
+            f"the chat template of the tokenizer in {folder} cannot be read", SourceError, "Fix it, or remove it."
         ):
             Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(text)  # parsed, never rendered
 
 
-def context_of(config: dict[str, Any]) -> int:
-    """The longest context of a config.json in tokens, found as lm-evaluation-harness finds it; 2048 if it says none."""
-    inner = config.get("text_config") or config
-    for key in ("n_positions", "max_position_embeddings", "n_ctx"):
-        if isinstance(inner.get(key), int):
-            return int(inner[key])
-    return 2048
+def context_of(config: Mapping[str, Any]) -> int:
+    """The longest context of a config.json in tokens, found as lm-evaluation-harness finds it; 2048 if not stated."""
+    context = _stated(config, CONTEXT[:3])
+    return 2048 if context is None else context
 
 
 def note_beyond_context(config: Mapping[str, Any], length: int, what: str) -> str | None:
-    """A note where `what` of `length` tokens is longer than the context that config.json tells, else None.
+    """A note where `what` of `length` tokens is longer than the context that config.json states, else None.
 
     Raises UnsupportedError where the model has no positions beyond it.
     """
@@ -179,7 +283,7 @@ def note_beyond_context(config: Mapping[str, Any], length: int, what: str) -> st
 
 
 def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> None:
-    """Raise SourceError where a token id has no row in the embedding that config.json tells."""
+    """Raise SourceError where a token id has no row in the embedding that config.json states."""
     rows = vocabulary_of(config)
     if rows is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise SourceError(
@@ -189,7 +293,7 @@ def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> 
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding that config.json tells, if it does."""
+    """Rows of the embedding that config.json states, if it does."""
     return _stated(config, ("vocab_size",))
 
 

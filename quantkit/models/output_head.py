@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quantkit.models.architectures.foreign import Signal, running
+from quantkit.models.architectures import running
 from quantkit.models.skeleton import Skeleton, load, set_parameter, tables, weight_name
+from quantkit.models.stand_in import StandsFor, StopForward
 from quantkit.numerics.matmul import product
 
 if TYPE_CHECKING:
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 SLAB_ELEMENTS = 1 << 23  # of the output layer's weight that are in float32 at a time
 HEAD = "its output layer"
 NARROW_ELEMENTS = 1 << 21  # the same, of one that computes in the model's dtype
-
-
-class _Stop(Signal):
-    """Ends a forward pass at the output layer."""
 
 
 class _Outputs(tuple[torch.Tensor]):
@@ -42,19 +39,12 @@ class _Outputs(tuple[torch.Tensor]):
         return None
 
 
-class _Entry(nn.Module):
-    """Stands for blocks, or for everything before the output layer: returns `out`, whatever it is called with.
-
-    What a model asks a block for, it gets from `block`.
-    """
+class _Entry(StandsFor):
+    """Stands for blocks, or for everything before the output layer: returns `out`, whatever it is called with."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
-        super().__init__()
-        object.__setattr__(self, "_block", block)  # past nn.Module: its parameters are none of the entry's
+        super().__init__(block)
         self.out: torch.Tensor | tuple[torch.Tensor] = torch.empty(0)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_block"], name)
 
     @property
     def decoder(self) -> _Entry:
@@ -74,38 +64,31 @@ class _NoRows(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """What tells the device and the type: that which enters."""
+        """What enters, which has the device and the dtype."""
         out = self.entry.out
         return out[0] if isinstance(out, tuple) else out
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """(...) -> (..., D)."""
         return self.weight.new_zeros(*ids.shape, self.width)
-
-
-def _behind(model: Any, blocks_path: str) -> tuple[Any, _Entry]:
-    """A copy of a model that needs no weight of its blocks and of its embeddings, and what stands for each block."""
-    blocks = list(model.get_submodule(blocks_path))
-    entry = _Entry(blocks[-1])
-    changed = _replaced(model, blocks_path, nn.ModuleList([entry] * len(blocks)))
-    for name, table in tables(model).items():
-        changed = _replaced(changed, name, _NoRows(table.embedding_dim, entry))
-    return changed, entry
 
 
 class OutputHead:
     """The output side of `model`, a causal language model of transformers, which stays as it is.
 
     States enter right before the output layer or, where `blocks_path` is the dotted name of the list of decoder
-    blocks, behind these. The model then needs no weights of what lies before. The outputs of `layer`, with its weight
-    (V, D), are the logits, or become them.
+    blocks, behind these. The model then needs no weights of its blocks and embeddings. The outputs of `layer`, with its
+    weight (V, D), are the logits, or become them.
     """
 
     def __init__(self, model: Any, blocks_path: str = "") -> None:
         self.layer = model.get_output_embeddings()
         self._entry, self._behind_blocks = _Entry(), bool(blocks_path)
         if blocks_path:
-            self._model, self._entry = _behind(model, blocks_path)
+            blocks = list(model.get_submodule(blocks_path))
+            self._entry = _Entry(blocks[-1])
+            self._model = _replaced(model, blocks_path, nn.ModuleList([self._entry] * len(blocks)))
+            for name, table in tables(model).items():
+                self._model = _replaced(self._model, name, _NoRows(table.embedding_dim, self._entry))
         else:
             decoder = _decoder(model)
             # Some heads ask it for a factor of theirs.
@@ -125,32 +108,25 @@ class OutputHead:
         """
         each = states.unsqueeze(-2)
         count = states.shape[-2]
+        logits: torch.Tensor
         if self._behind_blocks:
             self._entry.out = (each,) if as_tuple else each
-        else:
-            # Some heads make them narrower or wider before the output layer.
-            wide = each if each.shape[-1] == self._width else each.new_zeros(count, 1, self._width)
-            self._entry.out = _Outputs((wide.to("meta") if self._without_weights else wide,))
-        if self._behind_blocks:
             ids = torch.zeros(count, 1, dtype=torch.int64, device=states.device)
             with running(self._model.config, HEAD):
-                behind: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[:, 0]
-            return behind
+                logits = self._model(input_ids=ids, use_cache=False).logits
+            return logits[:, 0]
+        # Some heads make them narrower or wider before the output layer.
+        wide = each if each.shape[-1] == self._width else each.new_zeros(count, 1, self._width)
+        self._entry.out = _Outputs((wide.to("meta") if self._without_weights else wide,))
         # Some heads do something to the states before the output layer; that has been done to these.
         given = self.layer.register_forward_pre_hook(lambda _layer, _args: (each,))
         with given, running(self._model.config, HEAD):
-            logits: torch.Tensor = self._model(inputs_embeds=states.new_zeros(count, 1, 0), use_cache=False).logits
+            logits = self._model(inputs_embeds=states.new_zeros(count, 1, 0), use_cache=False).logits
         return logits[:, 0]
 
-
-class LastStates:
-    """From behind the blocks of `model` to right before its output layer, which needs no weight and does not run."""
-
-    def __init__(self, model: Any, blocks_path: str) -> None:
-        self._model, self._entry = _behind(model, blocks_path)
-
-    def states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """What the last block returns, (B, T, D) or several of them side by side -> (B, T, D)."""
+    def last_states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The last block's (B, T, D), or several of them side by side -> (B, T, D) right before the layer, which is not
+        run and needs no weight."""
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         self._entry.out = (hidden,) if isinstance(outputs, tuple) else hidden
         return last_states(self._model, torch.zeros(hidden.shape[-3:-1], dtype=torch.int64, device=hidden.device))
@@ -201,18 +177,16 @@ def _replaced(model: Any, path: str, module: nn.Module) -> Any:
 
 
 def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> torch.Tensor:
-    """(B, T) ids, or what the model takes by another `name` -> (B, T, D): what goes into the output layer.
-
-    The layer itself does not run.
-    """
+    """(B, T) ids, or what the model takes by another `name` -> (B, T, D): the input of the output layer, which is not
+    run."""
     seen: list[torch.Tensor] = []
 
     def take(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         seen.append(args[0])
-        raise _Stop
+        raise StopForward
 
     hook = model.get_output_embeddings().register_forward_pre_hook(take)
-    with hook, suppress(_Stop), running(model.config, type(model).__name__):
+    with hook, suppress(StopForward), running(model.config, type(model).__name__):
         model(**{name: inputs}, use_cache=False)
     return seen[0]
 
@@ -227,17 +201,16 @@ class Float32Output(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., V) float32."""
-        rows = max(1, SLAB_ELEMENTS // self.weight.shape[1])
-        logits = torch.empty(*states.shape[:-1], len(self.weight), dtype=torch.float32)
-        flat, start = states.float().reshape(-1, states.shape[-1]), 0
-        for part in self.weight.split(rows):
+        logits, start = torch.empty(*states.shape[:-1], len(self.weight), dtype=torch.float32), 0
+        flat = states.float().reshape(-1, states.shape[-1])
+        for part in self.weight.split(max(1, SLAB_ELEMENTS // self.weight.shape[1])):
             logits.view(-1, len(self.weight))[:, start : start + len(part)] = flat @ part.float().T
             start += len(part)
         return logits if self.bias is None else logits.add_(self.bias)
 
 
 class NarrowOutput(nn.Module):
-    """An output layer (V, D) whose weight is stored in a narrower dtype than it computes in: those of its inputs."""
+    """An output layer (V, D) whose weight is stored in a narrower dtype than it computes in, that of its inputs."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()

@@ -1,37 +1,33 @@
 """The Skeleton: the transformers model of a checkpoint with no weights in memory, and where its parts are.
 
 transformers knows every architecture's modules; quantkit fills them with weights as it needs them. Where a weight
-can be quantized the blocks hold `nn.Linear` (architectures/), so a parameter may be a part of a tensor of the
-checkpoint or its transpose: `load` gives its value.
+can be quantized the blocks hold `nn.Linear` (unfuse.py), so a parameter may be a part of a tensor of the checkpoint or
+its transpose: `load` gives its value.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from quantkit.checkpoints.floats import FLOATS
-from quantkit.checkpoints.rows import Rows, rows_in_memory
+from quantkit.checkpoints.rows import FLOATS, Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
-from quantkit.models.architectures.experts import beside_experts
-from quantkit.models.architectures.foreign import running
-from quantkit.models.architectures.origins import Origin, cut
-from quantkit.models.architectures.unfuse import READ_OUTSIDE, hold_linears, left_alone, mixing_states, renamed
+from quantkit.models.architectures import running
 from quantkit.models.config import context_of, open_config
+from quantkit.models.source import Source, refuse_other_values
+from quantkit.models.unfuse import READ_OUTSIDE, Origin, cut, hold_linears, left_alone, renamed, too_small
 from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
 from quantkit.untrusted import shown, told
-
-if TYPE_CHECKING:
-    from quantkit.models.source import Source
 
 LONG_CONTEXT = 1 << 14  # tokens; a square table of as many positions is looked at before it is made
 MOST_BUFFER_BYTES = 1 << 30
@@ -50,7 +46,6 @@ class Skeleton:
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The decoder blocks in order."""
         return self.model.get_submodule(self.blocks_path)
 
     def block_prefix(self, index: int) -> str:
@@ -61,7 +56,7 @@ class Skeleton:
         """The linear layers of block `index` that are to be quantized, by weight name."""
         block = self.blocks[index]
         states = getattr(self.model.config.get_text_config(), "altup_num_inputs", 0)
-        plain = beside_experts(block) | mixing_states(block, states) | left_alone(self.model, block)
+        plain = too_small(block, states) | left_alone(self.model, block)
         return {
             f"{self.block_prefix(index)}{name}.weight": module
             for name, module in block.named_modules()
@@ -69,7 +64,7 @@ class Skeleton:
         }
 
     def left_alone(self) -> list[str]:
-        """Weight names of the linear layers in the blocks that stay as they are (architectures/unfuse.py)."""
+        """Weight names of the linear layers in the blocks that stay as they are (unfuse.py)."""
         return [
             f"{self.block_prefix(index)}{name}.weight"
             for index, block in enumerate(self.blocks)
@@ -77,9 +72,9 @@ class Skeleton:
         ]
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) features of the linear layers of all blocks, by weight name."""
-        layers = {name: layer for index in range(len(self.blocks)) for name, layer in self.linears_of(index).items()}
-        return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+        """(out, in) features of the linear layers of all blocks that are to be quantized, by weight name."""
+        layers = [layer for index in range(len(self.blocks)) for layer in self.linears_of(index).items()]
+        return {name: (layer.out_features, layer.in_features) for name, layer in layers}
 
     def parameter_names(self) -> list[str]:
         """Names of all parameters, tied ones once."""
@@ -92,7 +87,7 @@ def open_skeleton(
 ) -> Skeleton:
     """Build the model of `config` without weights; raises UnsupportedError for what is no causal decoder.
 
-    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (architectures/).
+    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (unfuse.py).
     `settings` is the configuration of transformers for `config`, where it was made before.
     """
     from accelerate import init_empty_weights
@@ -133,7 +128,7 @@ def open_skeleton(
 
 
 def _refuse_buffers(model: Any, config: dict[str, Any]) -> None:
-    nbytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    nbytes = sum(buffer.nbytes for buffer in model.buffers())
     if nbytes > MOST_BUFFER_BYTES:
         raise UnsupportedError(
             f"config.json: a context of {context_of(config):,} tokens takes {nbytes / 1e9:.1f} GB of tables of "
@@ -141,21 +136,23 @@ def _refuse_buffers(model: Any, config: dict[str, Any]) -> None:
         )
 
 
-def _stored_name(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
+def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | None, Origin | None]:
+    """The checkpoint's name of a parameter, and where to cut it out, None where it is that tensor as it is."""
     prefix = f"{skeleton.model.base_model_prefix}."
-    for name in (parameter, parameter.removeprefix(prefix), prefix + parameter):
-        if name in source.tensors:
-            return name
-    return None
+
+    def stored(name: str) -> str | None:  # some checkpoints leave the base model's prefix out
+        names = (name, name.removeprefix(prefix), prefix + name)
+        return next((found for found in names if found in source.tensors), None)
+
+    own, origin = stored(parameter), skeleton.origins.get(parameter)
+    if origin is None or (own is not None and (not origin.transposed or origin.expert is not None)):
+        return own, None
+    return own or stored(origin.name) or (stored(origin.also) if origin.also else None), origin
 
 
 def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
-    """The checkpoint's name of a parameter (some checkpoints leave the base model's prefix out).
-
-    Where the parameter is cut out of a stack, the stack's name. Raises UnsupportedError where the checkpoint has no
-    such tensor.
-    """
-    if (stored := _found_name(source, skeleton, parameter)) is not None:
+    """The checkpoint's name of a parameter, or of the stack that it is cut out of; raises UnsupportedError."""
+    if (stored := _place(source, skeleton, parameter)[0]) is not None:
         return stored
     kind = type(skeleton.model).__name__
     if parameter == weight_name(skeleton.model, skeleton.model.get_output_embeddings()):
@@ -164,7 +161,7 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
             f"embedding. Set tie_word_embeddings to true in config.json if they are the same; otherwise give a "
             f"checkpoint of {kind}."
         )
-    used = {_found_name(source, skeleton, name) for name in skeleton.parameter_names()}
+    used = {_place(source, skeleton, name)[0] for name in skeleton.parameter_names()}
     other = next((f", but {shown(name)[1:-1]}" for name in source.tensors if name not in used), "")
     raise UnsupportedError(
         f"the checkpoint {source.model} has no tensor {parameter}{other}. Give all weights of a {kind} as transformers "
@@ -172,28 +169,9 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
     )
 
 
-def _found_name(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
-    origin = skeleton.origins.get(parameter)
-    names = (parameter, origin.name, origin.also) if origin else (parameter,)
-    return next((found for name in names if name and (found := _stored_name(source, skeleton, name))), None)
-
-
-def _origin(source: Source, skeleton: Skeleton, parameter: str) -> Origin | None:
-    """Where to cut the parameter out, or None where the checkpoint has it as it is, under its own name."""
-    origin = skeleton.origins.get(parameter)
-    own = origin is not None and (not origin.transposed or origin.expert is not None)
-    if own and _stored_name(source, skeleton, parameter) is not None:
-        return None
-    return origin
-
-
 def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
-    """The value of a parameter of the skeleton, in its shape and the checkpoint's dtype, wherever it is stored.
-
-    Raises UnsupportedError where the checkpoint does not have it.
-    """
-    stored = source_name(source, skeleton, parameter)
-    origin = _origin(source, skeleton, parameter)
+    """The value of a parameter, in the skeleton's shape and the checkpoint's dtype; raises UnsupportedError."""
+    stored, origin = source_name(source, skeleton, parameter), _place(source, skeleton, parameter)[1]
     if origin is None:
         return source.tensor(stored)
     return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
@@ -201,14 +179,14 @@ def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
 
 def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
     """The rows of what `load` gives."""
-    if _origin(source, skeleton, parameter) is None:
+    if _place(source, skeleton, parameter)[1] is None:
         return source.in_rows(source_name(source, skeleton, parameter))
     return rows_in_memory(load(source, skeleton, parameter))
 
 
 def stack_of(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
-    """transformers' name of the stack of experts that the checkpoint keeps a parameter in; None where it lies alone."""
-    origin = _origin(source, skeleton, parameter)
+    """transformers' name of the stack of experts that the checkpoint has a parameter in; None where it has it alone."""
+    origin = _place(source, skeleton, parameter)[1]
     return origin.name if origin is not None and origin.expert is not None else None
 
 
@@ -227,10 +205,7 @@ def load_block(
     dtype: torch.dtype,
     instead: Callable[[str], torch.Tensor | None] = lambda _name: None,
 ) -> Iterator[nn.Module]:
-    """Block `index` with its weights, which it loses at the end, whatever happens; their shapes stay.
-
-    `instead(full name)` may give another value than the source's.
-    """
+    """Block `index` with its weights, which it loses at the end; `instead(full name)` may give other values."""
     module, prefix = skeleton.blocks[index], skeleton.block_prefix(index)
     names = list(dict(module.named_parameters()))
 
@@ -248,7 +223,7 @@ def load_block(
 
 
 class _Stored:
-    """A tensor of a source that is read when transformers takes all of it; one at a time, whatever its threads do."""
+    """A tensor of a source that is read when transformers takes all of it; one at a time for all threads."""
 
     def __init__(self, source: Source, name: str, lock: Lock) -> None:
         self._read, self._lock = lambda: source.tensor(name), lock
@@ -259,10 +234,7 @@ class _Stored:
 
 
 def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
-    """transformers' own model with the source's values, whatever files they come from, and its report of the loading.
-
-    `how` goes to `from_pretrained`, `dtype` among it. Raises what that raises.
-    """
+    """transformers' own model with the source's values, and its report; `how` goes to `from_pretrained`."""
     lock = Lock()
     tensors = {name: _Stored(source, name, lock) for name in source.tensors}
     settings = copy.deepcopy(source.settings)  # what is built of them changes their dtype
@@ -286,27 +258,24 @@ def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
 
 
 def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
-    """Check that every parameter lies in the checkpoint with the right shape; raises UnsupportedError."""
+    """Raise UnsupportedError for a parameter that the checkpoint lacks, or stores in another shape or not as floats."""
     for name, parameter in skeleton.model.named_parameters():
-        stored, origin = source_name(source, skeleton, name), _origin(source, skeleton, name)
-        shape, expected = source.tensors[stored].shape, origin.shape if origin else tuple(parameter.shape)
-        if source.tensors[stored].dtype not in FLOATS:
+        stored, origin = source_name(source, skeleton, name), _place(source, skeleton, name)[1]
+        info, expected = source.tensors[stored], origin.shape if origin else tuple(parameter.shape)
+        if info.dtype not in FLOATS:
             raise UnsupportedError(
-                f"{source.model}: the tensor {stored} is stored as {source.tensors[stored].dtype}, not as floats. "
+                f"{source.model}: the tensor {stored} is stored as {info.dtype}, not as floats. "
                 "Give the unquantized model."
             )
-        if shape != expected:
+        if info.shape != expected:
             raise UnsupportedError(
-                f"{source.model}: the tensor {stored} has the shape {shape}, but config.json asks for "
+                f"{source.model}: the tensor {stored} has the shape {info.shape}, but config.json asks for "
                 f"{expected}. Give the config.json that belongs to these weights."
             )
 
 
 def stacks(skeleton: Skeleton) -> list[str]:
-    """Parameters of the blocks that hold several matrices and were not taken apart.
-
-    Convolutions are none, and neither are vectors with further dimensions of one.
-    """
+    """Parameters of the blocks that hold several matrices and were not taken apart; convolutions are not among them."""
     return [
         f"{skeleton.blocks_path}.{path}.{name}"
         for path, module in skeleton.blocks.named_modules()
@@ -331,3 +300,46 @@ def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[i
             "find no weight once it is quantized"
         )
     return linears
+
+
+def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str], list[str]]:
+    """Sort the tensors that the model does not use: (redundant ones, those of unused layers, those outside the model).
+
+    Copies of tied weights and stored buffers, such as masks, are redundant. A layer is unused where transformers knows
+    that its block does not have it, and other blocks do: keys and values of blocks that take those of others. Raises
+    UnsupportedError for decoder blocks beyond those that config.json counts, unless transformers ignores them;
+    SourceError for a copy of a tied weight that differs from it.
+    """
+    model = skeleton.model
+    stored = {name: source_name(source, skeleton, name) for name in skeleton.parameter_names()}
+    unused = [name for name in source.tensors if name not in stored.values()]
+    if not unused:
+        return [], [], []
+    prefix = f"{model.base_model_prefix}."
+    plain = {name: name.removeprefix(prefix) for name in unused}
+    first = {id(value): name for name, value in reversed(list(model.named_parameters()))}
+    aliases = model.named_parameters(remove_duplicate=False)
+    tied = {name.removeprefix(prefix): first[id(value)] for name, value in aliases if first[id(value)] != name}
+    buffers = {name.removeprefix(prefix) for name, _ in model.named_buffers()}
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    block = re.compile(rf"{re.escape(skeleton.blocks_path.removeprefix(prefix))}\.(\d+)\.")
+    layers = {name for one in skeleton.blocks for name, _ in one.named_parameters()}
+    useless, beside = [], []
+    for name in unused:
+        found = block.match(plain[name])
+        known = any(pattern.search(name) for pattern in ignored)
+        if plain[name] in tied:
+            refuse_other_values(source, name, stored[tied[plain[name]]])
+        elif known and found and int(found[1]) < len(skeleton.blocks) and plain[name][found.end() :] in layers:
+            useless.append(name)
+        elif known or found is None:
+            if plain[name] not in buffers:
+                beside.append(name)
+        elif int(found[1]) >= len(skeleton.blocks):
+            raise UnsupportedError(
+                f"{source.model}: config.json counts {len(skeleton.blocks)} decoder blocks, and the checkpoint has the "
+                f"tensor {name} of a further one. Give the config.json that belongs to these weights."
+            )
+        elif plain[name] not in buffers:
+            beside.append(name)
+    return sorted(set(unused) - set(beside) - set(useless)), useless, beside

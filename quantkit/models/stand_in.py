@@ -19,31 +19,38 @@ import torch
 from torch import nn
 
 from quantkit.errors import UnsupportedError
-from quantkit.models.architectures.experts import EXPERT
-from quantkit.models.architectures.foreign import Signal, block_of, running
-from quantkit.models.bounds import EXPERTS
+from quantkit.models.architectures import Signal, block_of, running
+from quantkit.models.config import EXPERTS
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter, tables
+from quantkit.models.unfuse import EXPERT
 from quantkit.untrusted import told
 
 TOKENS = 16
 LARGE_BLOCK = 1 << 25  # parameters; beyond, inner layers and experts of the stand-in are fewer
 INNER, LEAST_EXPERTS = 256, 4
 INNER_SIZES = (
-    "intermediate_size",
-    "ffn_dim",
-    "ffn_hidden_size",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
+    *("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 PERIOD = 1_000_003  # of the random numbers; a prime, so that no two rows of a weight are alike
 STEP = 64  # norms are multiples of one part in so many: a power of two scales them without a rounding error
-NOT_TOLD_BY = ("layer_idx", "layer_id", "layer_number", "training")  # attributes in which equal blocks differ
+DIFFERING = ("layer_idx", "layer_id", "layer_number", "training")  # attributes in which equal blocks differ
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StopForward(Signal):
     """Ends a forward pass early: what it was for has been seen."""
+
+
+class StandsFor(nn.Module):
+    """Stands for `block`: gives a model that asks it for an attribute the block's."""
+
+    def __init__(self, block: nn.Module | None = None) -> None:
+        super().__init__()
+        object.__setattr__(self, "_block", block)  # past nn.Module: its parameters are not parameters of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
 
 
 class _Passed(tuple[Any, ...]):
@@ -60,29 +67,23 @@ class _Second:
     """What a block returns beside the hidden states: most models drop it, and none is given to the next block."""
 
 
-class Recorder(nn.Module):
+class Recorder(StandsFor):
     """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
 
     They are passed on in a tuple: some models take the first of what a block returns, some two, some all of it. Raises
     UnsupportedError where the second is what the next block is called with, or the hidden states are no argument by
-    place. The last block ends the forward pass. What a model asks the block for, it gets. With a `shift` other hidden
-    states are passed on.
+    place. The last block ends the forward pass. With a `shift` other hidden states are passed on.
     """
 
     def __init__(self, block: nn.Module, last: bool) -> None:
-        super().__init__()
-        object.__setattr__(self, "_block", block)  # past nn.Module: its parameters are none of the recorder's
+        super().__init__(block)
         self.last = last
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.hidden = torch.empty(0)
         self.shift = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_block"], name)
-
     def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Note everything."""
         self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
         if self.hidden is None:
             raise UnsupportedError(f"a {type(self._block).__name__} is called with its hidden states by name only")
@@ -145,8 +146,8 @@ class _Rows:
 class StandIn:
     """A block with random weights in float32, its arguments, and hidden states (1, T, D) that go into it.
 
-    `indices` are the blocks of the skeleton that it stands for, `linears` their linear layers by name in the block.
-    `shared` is what earlier blocks put into the mapping that all share.
+    `indices` are the blocks of the skeleton that it stands for, `linears` the names of its linear layers. `shared` is
+    what earlier blocks put into the mapping that all share.
     """
 
     indices: list[int]
@@ -158,12 +159,12 @@ class StandIn:
     shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What comes out of the block with other values of its parameters: (1, T, D), and what it shares."""
+        """The outputs of the block with other values of its parameters: (1, T, D), and what it shares."""
         out, made = self.outputs(values)
         return [out, *(part for parts in made.values() for part in parts)]
 
     def outputs(self, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[Any, tuple[torch.Tensor, ...]]]:
-        """The hidden states, and by its key what the block puts for others."""
+        """The hidden states, and by its key what the block shares."""
         shelf = dict(self.shared)
         args = tuple(shelf if is_shelf(value) else value for value in self.arguments[0])
         kwargs = {key: shelf if is_shelf(value) else value for key, value in self.arguments[1].items()}
@@ -227,10 +228,8 @@ def _inputs(block: StandIn) -> dict[str, int]:
     numbers: dict[str, int] = {}
 
     def note(name: str, x: torch.Tensor) -> None:
-        known = next((number for number, other in enumerate(seen) if other is x), None)
-        if known is None:
-            seen.append(x)
-        numbers.setdefault(name, len(seen) - 1 if known is None else known)
+        seen.append(x)
+        numbers.setdefault(name, next(number for number, other in enumerate(seen) if other is x))
 
     with ExitStack() as stack:
         for name in block.linears:
@@ -295,15 +294,15 @@ def _arguments(skeleton: Skeleton) -> tuple[list[Arguments], torch.Tensor]:
 
 def _kind(block: nn.Module) -> str:
     """What decides what a block computes, but for its weights: classes, shapes, settings."""
-    told = [repr(block), str([(name, tuple(value.shape)) for name, value in block.named_parameters()])]
+    lines = [repr(block), str([(name, tuple(value.shape)) for name, value in block.named_parameters()])]
     for name, module in block.named_modules():
-        plain = {
-            key: value
+        plain = sorted(
+            (key, value)
             for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | None) and not key.startswith("_")
-        }
-        told.append(f"{name}: {sorted((key, value) for key, value in plain.items() if key not in NOT_TOLD_BY)}")
-    return "\n".join(told)
+            if isinstance(value, bool | int | float | str | None) and key not in DIFFERING and not key.startswith("_")
+        )
+        lines.append(f"{name}: {plain}")
+    return "\n".join(lines)
 
 
 def _parts(skeleton: Skeleton) -> list[set[str]]:

@@ -1,9 +1,9 @@
 """The text half of a multimodal checkpoint: which tensors are its own, and what config.json says of it alone.
 
-A config.json that holds a `text_config` is one of a model with towers for images or sound around a causal language
-model. That model is quantized, calibrated and judged as if it stood alone, under the names that it would have then;
-all other tensors are kept as they are, and an artifact has the names and the config.json of the whole. Where published
-checkpoints have the text half is what transformers/conversion_mapping.py and the models' own files say.
+A config.json with a `text_config` is one of a model with towers for images or sound around a causal language model.
+That model is quantized, calibrated and evaluated as if it were alone, under the names that it would have then; all
+other tensors are copied as they are, and an artifact has the names and the config.json of the whole. Where published
+checkpoints have the text half: transformers/conversion_mapping.py and the models' own files.
 """
 
 from __future__ import annotations
@@ -30,12 +30,8 @@ PREFIXES = (
 # Settings of the whole that count for the text half where it has none of its own.
 INHERITED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "auto_map")
 # Causal models that text halves without one are: positions of text are the same in each of mrope's dimensions.
-SAME_AS = {
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
+SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+SAME_AS |= {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 # Multimodal models whose published config.json has the text half's settings among its own.
 FLAT = ("qwen2_vl", "qwen2_5_vl")
 # Settings that are read from config.json without transformers' defaults.
@@ -43,25 +39,22 @@ STATED = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embedd
 
 
 @dataclass(frozen=True)
-class Places:
+class TextPrefixes:
     """What the published names of the text half's decoder and output layer begin with."""
 
     base: str
     head: str
 
     def text(self, name: str) -> str | None:
-        """The name of a published tensor in the text half alone; None for one that is not its own."""
+        """The name of a published tensor in the text half alone; None for a tensor outside of it."""
         for published, own in ((self.base, BASE), (self.head, HEAD)):
             if name.startswith(published):
                 return own + name.removeprefix(published)
         return None
 
     def published(self, name: str) -> str:
-        """The inverse; also for modules, and for parts of quantized layers."""
-        for published, own in ((self.base, BASE), (self.head, HEAD)):
-            if name.startswith(own) or name == own[:-1]:
-                return f"{published}{name[len(own) :]}".rstrip(".")
-        return name
+        """The inverse of `text`; also for modules, and for parts of quantized layers."""
+        return _replaced(name, ((BASE, self.base), (HEAD, self.head)))
 
     def modules(self, name: str) -> tuple[str, ...]:
         """A module of the text half as published checkpoints and as transformers name it."""
@@ -69,24 +62,21 @@ class Places:
         return tuple(sorted({self.published(name), nested}))
 
     def alone(self, module: str) -> str:
-        """The inverse of that; a module that is not the text half's stays what it is called."""
-        for prefix, own in ((NESTED, BASE), (self.base, BASE), (self.head, HEAD)):
-            if module.startswith(prefix) or module == prefix[:-1]:
-                return f"{own}{module[len(prefix) :]}".rstrip(".")
-        return module
+        """The inverse of `modules`; a module outside the text half keeps its name."""
+        return _replaced(module, ((NESTED, BASE), (self.base, BASE), (self.head, HEAD)))
+
+
+def _replaced(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """The name with the first of the prefixes that it has, or is without its dot, replaced by another one."""
+    for old, new in prefixes:
+        if name.startswith(old) or name == old[:-1]:
+            return f"{new}{name[len(old) :]}".rstrip(".")
+    return name
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether config.json is that of a model with a text half."""
     return isinstance(config.get(TEXT), dict) or config.get("model_type") in FLAT
-
-
-def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a multimodal model's text half, as config.json has them."""
-    if isinstance(inner := config.get(TEXT), dict):
-        return dict(inner)
-    kept = {key: value for key, value in config.items() if not isinstance(value, dict) or key.startswith("rope_")}
-    return {**kept, "architectures": None, "model_type": f"{config['model_type']}_text"}
 
 
 def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,16 +87,13 @@ def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return {**config, **changes}
 
 
-def places_of(config: Mapping[str, Any], names: Collection[str]) -> Places | None:
-    """Where the text half lies among a checkpoint's tensors; None where the model is nothing else.
-
-    Raises UnsupportedError where it is not found.
-    """
+def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefixes | None:
+    """The prefixes of the text half, None for a model that is not multimodal; raises UnsupportedError."""
     if not is_multimodal(config):
         return None
     for base, head in PREFIXES:
         if any(name.startswith(base) for name in names):
-            return Places(base, head)
+            return TextPrefixes(base, head)
     known = ", ".join(f"{base}*" for base, _ in PREFIXES)
     raise UnsupportedError(
         f"config.json is that of a multimodal model ({shown(config.get('model_type'))}), and no tensor is where its "
@@ -116,7 +103,12 @@ def places_of(config: Mapping[str, Any], names: Collection[str]) -> Places | Non
 
 def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a multimodal model's config.json says of its text half, in the words of the causal model that this is."""
-    own: dict[str, Any] = {key: config[key] for key in INHERITED if key in config} | text_of(config)
+    own: dict[str, Any] = {key: config[key] for key in INHERITED if key in config}
+    if isinstance(inner := config.get(TEXT), dict):
+        own |= inner
+    else:
+        own |= {key: value for key, value in config.items() if not isinstance(value, dict) or key.startswith("rope_")}
+        own |= {"architectures": None, "model_type": f"{config['model_type']}_text"}
     if (kind := own.get("model_type")) in SAME_AS:
         own["model_type"] = SAME_AS[str(kind)]
         for key in ("rope_parameters", "rope_scaling"):
@@ -127,14 +119,14 @@ def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def config_of(config: Mapping[str, Any], places: Places, names: Iterable[str]) -> dict[str, Any]:
-    """The config.json that the text half would have alone, of the one of the whole and its published tensors.
+def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable[str]) -> dict[str, Any]:
+    """The config.json that the text half would have alone, given the whole's and its published tensors.
 
-    Whether the output layer is the embedding is told by the tensors; settings whose defaults are others alone than in
-    the whole are written out. Raises UnsupportedError.
+    The tensors tell whether the output layer is the embedding; settings whose defaults differ between the text half
+    alone and the whole are written out. Raises UnsupportedError.
     """
     own = stated_of(config)
-    own["tie_word_embeddings"] = not any(name.startswith(places.head) for name in names)
+    own["tie_word_embeddings"] = not any(name.startswith(prefixes.head) for name in names)
     what = f"the text half of {shown(config.get('model_type'))} is not known to transformers"
     with told(what, UnsupportedError):
         whole = open_config(dict(config)).get_text_config().to_dict()
@@ -142,12 +134,8 @@ def config_of(config: Mapping[str, Any], places: Places, names: Iterable[str]) -
         own.setdefault("model_type", SAME_AS.get(kind, kind))
         alone = open_config(own).to_dict()
     inside = {name: whole[name] for name in STATED if name in whole}
-    others = {name: value for name, value in whole.items() if _differs(name, value, own, alone)}
-    return inside | own | others
-
-
-def _differs(name: str, value: object, own: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
-    return name not in own and name in alone and alone[name] != value and not name.startswith(("_", "transformers"))
+    unstated = {name for name in whole.keys() & alone.keys() - own.keys() if not name.startswith(("_", "transformers"))}
+    return inside | own | {name: value for name, value in whole.items() if name in unstated and alone[name] != value}
 
 
 def roots(kept: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:

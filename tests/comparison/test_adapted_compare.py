@@ -10,8 +10,7 @@ from tiny_models import CALIBRATION, EVALUATION, prepare_job, quantkit, succeeds
 from transformers import AutoModelForCausalLM
 
 from quantkit.artifact import MANIFEST, open_artifact
-from quantkit.checkpoints.adapter import WEIGHTS
-from quantkit.checkpoints.adapter_config import CONFIG
+from quantkit.checkpoints.adapter import CONFIG, WEIGHTS
 from quantkit.comparison.compare import compare
 from quantkit.conversion.check import check
 from quantkit.conversion.manifest import fingerprint

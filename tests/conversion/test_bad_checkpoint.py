@@ -18,8 +18,7 @@ from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.source import open_source
-from quantkit.models.bounds import ROPE, refuse_config
-from quantkit.models.config import load_tokenizer, open_config
+from quantkit.models.config import ROPE, load_tokenizer, open_config, refuse_config
 from quantkit.models.skeleton import open_skeleton
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -209,17 +208,21 @@ DAMAGE = [
     (indexed({"a": "../model.safetensors"}), ("outside its folder",)),
     (indexed({}), ("not a valid shard index",)),
     (written("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}'), ("no metadata", 'Add "metadata": {}')),
-    (lambda folder: os.truncate(folder / "model.safetensors", 90_000), ("truncated: 90000 bytes", "Fetch the file")),
-    (written("model.safetensors", b""), ("truncated (0 bytes)",)),
+    (
+        lambda folder: os.truncate(folder / "model.safetensors", 90_000),
+        ("is truncated", "(90000 bytes)", "Fetch"),
+    ),
+    (written("model.safetensors", b""), ("truncated, damaged, or not a safetensors file (0 bytes)",)),
     (written("model.safetensors", b"\xff" * 1000), ("not a safetensors file",)),
-    (header(entry([2], [0, 8]) | entry([2], [4, 12], name="b")), ("b overlaps a",)),
-    (header(entry([2], [4, 12])), ("a leaves a hole after its header",)),
-    (header(entry([3], [0, float("inf")])), ("broken safetensors header: it holds the number",)),
-    (header(entry([2**62, 4], [0, 12])), ("broken header entry for a",)),
-    (header(entry([2], [0, 12])), ("do not match its shape",)),
-    (header(entry([12], [0, 12], "F4")), ("has the type F4",)),
-    (header(b'{"b": 1, "a": 2, "a": 3}'), ("holds the tensor a twice",)),
-    (header(DEEP.encode()), ("broken safetensors header",)),
+    (header(entry([2], [0, 8]) | entry([2], [4, 12], name="b")), ("invalid offset for tensor `b`",)),
+    (header(entry([2], [4, 12])), ("invalid offset for tensor `a`",)),
+    (header(entry([3], [0, float("inf")])), ("damaged", "invalid JSON in header")),
+    (header(entry([2**62, 4], [0, 12])), ("overflow computing buffer size",)),
+    (header(entry([2], [0, 12])), ("invalid shape, data type, or offset",)),
+    (header(entry([12], [0, 12], "F4")), ("damaged",)),
+    (header(entry([24], [0, 12], "F4")), ("has the type F4",)),
+    (header(b'{"b": 1, "a": 2, "a": 3}'), ("damaged", "invalid JSON in header")),
+    (header(DEEP.encode()), ("damaged", "invalid JSON in header")),
 ]
 
 

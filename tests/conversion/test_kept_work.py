@@ -15,8 +15,7 @@ from killed import started
 from tiny_models import conversion_by, fails, quantkit, save_tiny
 
 from quantkit import convert, verify
-from quantkit.checkpoints.journal import read_journal
-from quantkit.checkpoints.spool import Spool
+from quantkit.checkpoints.spool import Spool, read_journal
 from quantkit.errors import QuantkitError, shortage_of
 from quantkit.system.memory import available_memory
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText
 
 from quantkit import convert, evaluate, verify
 from quantkit.artifact import open_artifact
-from quantkit.checkpoints import writer
+from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
@@ -173,8 +173,13 @@ def test_a_kept_tensor_that_changed_or_is_missing_is_refused(source_of, made, tm
     nan = changed_copy(source_of("mistral3"), tmp_path / "nan", lambda tensors: tensors[name].fill_(torch.nan))
     with pytest.raises(SourceError, match=rf"the tensor {name} in model\.safetensors holds \d+ NaN"):
         convert(str(nan), "rtn", out=tmp_path / "out")
-    right = writer.kept_pieces
-    monkeypatch.setattr(writer, "kept_pieces", lambda *which: (piece ^ 1 for piece in right(*which)))
+    finish = CheckpointWriter.finish
+
+    def damage(made):
+        finish(made)
+        edit_tensors(made._folder, lambda tensors: tensors[name].add_(1))
+
+    monkeypatch.setattr(CheckpointWriter, "finish", damage)
     with pytest.raises(ArtifactError, match=r"is not the one of"):
         convert(str(source_of("mistral3")), "rtn", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from quantkit.artifact import open_artifact
 from quantkit.calibration import learned_rounding, scale_tuning
-from quantkit.checkpoints.journal import read_journal
+from quantkit.checkpoints.spool import read_journal
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods import gptq
 from quantkit.numerics.second_moments import Gram

@@ -14,8 +14,7 @@ from tiny_models import conversion_by, succeeds
 
 from quantkit import convert, verify
 from quantkit.artifact import MANIFEST
-from quantkit.checkpoints.journal import JOURNAL, SPOOL, line_of, read_journal
-from quantkit.checkpoints.spool import Spool
+from quantkit.checkpoints.spool import JOURNAL, SPOOL, Spool, line_of, read_journal
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion import convert as conversion
 from quantkit.conversion.staging import OWNER, WORK

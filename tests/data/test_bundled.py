@@ -3,10 +3,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from quantkit.data.bundled import KINDS, NAMES, parts_of
 from quantkit.data.chat import Conversation
 from quantkit.data.passages import hashes_of
-from quantkit.data.texts import load_text, sample_text
+from quantkit.data.texts import KINDS, NAMES, load_text, parts_of, sample_text
 from quantkit.recipe import TEXTS
 
 HALVES = ("calibration", "evaluation")

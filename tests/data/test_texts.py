@@ -2,14 +2,13 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from edits import edit_json, put
 from gguf_files import save_tokenizer
 from tiny_models import SAMPLE
 from wikitext_hub import ROWS, files_of, wikitext_hub
 
-from quantkit.data.texts import LONG_TEXT, adds_bos, encode, first_token, load_text, sample_text
+from quantkit.data.texts import adds_bos, encode, first_token, load_text, sample_text
 from quantkit.models.config import load_tokenizer
 
 LOADED = """
@@ -19,7 +18,6 @@ for split in sys.argv[1:]:
     text = load_text(None, split)
     print(repr((text.name, text.content, text.bundled)))
 """
-LONG = "a b c <s> text of many words\n" * (1 + LONG_TEXT // 28)
 
 
 @pytest.mark.usefixtures("no_hub")
@@ -84,32 +82,3 @@ def test_whether_a_tokenizer_puts_bos_first_is_seen_in_what_it_gives(tmp_path):
     without.bos_token = None
     assert not adds_bos(without)
     assert first_token(without) == without.eos_token_id == 2
-
-
-def test_the_ids_of_a_long_text_are_kept_for_the_next_tokenizer_of_the_same_files(tmp_path, monkeypatch):
-    first, second = (tokenizer_in(tmp_path, bos=True) for _ in range(2))
-    want, asked, plain = second(LONG)["input_ids"], [], type(first).__call__
-
-    def noted(tokenizer, *arguments, **options):
-        asked.append(tokenizer)
-        return plain(tokenizer, *arguments, **options)
-
-    monkeypatch.setattr(type(first), "__call__", noted)
-    encode(first, LONG)[:] = 0  # whoever has them may change them
-    assert encode(second, LONG).tolist() == want
-    assert encode(second, LONG).dtype == np.int64
-    assert asked == [first]
-    for _ in range(2):
-        encode(second, "short")
-    assert asked == [first, second, second]
-
-
-def test_kept_ids_are_not_those_of_another_tokenizer_or_text(tmp_path):
-    plain, bos = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "bos", bos=True)
-    more, split = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "plain")
-    more.add_tokens(["many"])
-    split.split_special_tokens = True
-    ids = [encode(tokenizer, LONG).tolist() for tokenizer in (plain, bos, more, split)]
-    assert ids == [list(tokenizer(LONG)["input_ids"]) for tokenizer in (plain, bos, more, split)]
-    assert len({tuple(one) for one in ids}) == 4
-    assert encode(plain, LONG + "x").tolist() == plain(LONG + "x")["input_ids"]

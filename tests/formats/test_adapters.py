@@ -17,7 +17,7 @@ from tiny_models import changed_copy, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit import convert
-from quantkit.checkpoints.adapter_config import CONFIG
+from quantkit.checkpoints.adapter import CONFIG
 from quantkit.errors import SourceError
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import load, load_whole, open_skeleton
@@ -202,7 +202,7 @@ def test_adapters_are_merged_one_into_the_other_in_their_order(models, tmp_path)
     assert torch.equal(both.tensor(name), first.tensor(name) + change_of(later, Q))
     assert not torch.allclose(both.tensor(name), other.tensor(name), rtol=1e-3)
     assert both.hashes != other.hashes
-    assert [entry.name for entry in both.adapters] == ["one", "two"]
+    assert [adapter.name for adapter in both.adapters] == ["one", "two"]
 
 
 def test_what_is_written_is_the_merged_model(tmp_path):

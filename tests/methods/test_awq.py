@@ -15,7 +15,7 @@ from quantkit.calibration.block import Block
 from quantkit.calibration.suspended import OffloadFile
 from quantkit.methods import awq
 from quantkit.methods.awq import output_error, refitted, repeat_heads, round_plainly, search_scale, share_heads
-from quantkit.models.awq_folds import provable_scalings
+from quantkit.models.awq_mappings import provable_scalings
 from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.scale_refit import PartedHessian

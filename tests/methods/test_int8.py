@@ -12,7 +12,7 @@ from quantkit.contracts.registry import find_engine
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.methods.int8 import InputSample, _round_group, _smooth_block, rounding_noise, smoothing, storable
-from quantkit.models import awq_folds
+from quantkit.models import awq_mappings
 from quantkit.models.awq_mappings import Scaling
 from quantkit.models.skeleton import load, set_parameter
 from quantkit.numerics.error_feedback import Feedback
@@ -108,8 +108,9 @@ def test_smoothing_and_feedback_bring_the_model_nearer(artifact_of, two_blocks):
 
 
 def test_an_architecture_without_scalings_is_refused_with_the_way_out(two_blocks, monkeypatch):
-    monkeypatch.setattr(awq_folds, "OFFSETS", ())
-    monkeypatch.setattr(awq_folds, "FUSED", ())
+    monkeypatch.setattr(awq_mappings, "MAPPINGS", {})
+    monkeypatch.setattr(awq_mappings, "OFFSETS", ())
+    monkeypatch.setattr(awq_mappings, "FUSED", ())
     with pytest.raises(UnsupportedError, match=r"no layer in the blocks of 'llama' can be scaled .*: take --no-smooth"):
         job_for(two_blocks, "int8")
     job_for(two_blocks, "int8", smooth=False)
@@ -145,7 +146,7 @@ def test_smoothing_keeps_the_model(name, architecture, tmp_path):
         samples = {names[0]: InputSample(1) for names in block.groups()}
         hessians = block.hessians(block.groups(), lambda key, x, samples=samples: samples[key].add(x))
         x = {key: torch.cat(sample.parts) for key, sample in samples.items()}
-        folds = awq_folds.provable_scalings(block.skeleton, trial.source.config)[block.index]
+        folds = awq_mappings.provable_scalings(block.skeleton, trial.source.config)[block.index]
         _smooth_block(trial.job, block, folds, values, hessians, samples)
         for key, sample in samples.items():
             # Hessians and samples are those of the scaled inputs.

@@ -7,7 +7,7 @@ import pytest
 import test_architectures as plain
 import torch
 from engine_logits import TWO_TEXTS, logits_by, logits_of
-from test_awq_folds import scaled_without_rounding
+from test_awq_mappings import scaled_without_rounding
 from tiny_architectures import save_architecture, tiny_of, whole_model
 from tiny_llama import converted
 from tiny_more import MORE, as_published, settings_of
@@ -15,8 +15,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, XLMConfig
 
 from quantkit.errors import UnsupportedError
-from quantkit.models.architectures.foreign import Signal, running
-from quantkit.models.awq_folds import provable_scalings
+from quantkit.models.architectures import Signal, running
+from quantkit.models.awq_mappings import provable_scalings
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.stand_in import Recorder
 

@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.models.config import open_config
-from quantkit.models.text_half import config_of, places_of
+from quantkit.models.text_half import config_of, prefixes_of
 
 UNLIKE = {
     "eos_token_id", "dtype", "tie_word_embeddings", "_name_or_path", "architectures", "rope_parameters", "model_type"
@@ -23,7 +23,7 @@ UNLIKE = {
 def test_what_a_config_leaves_to_the_whole_is_the_same_alone(model, inner, names):
     """Published files state what differs from defaults, and those of a text half are not always its model's."""
     whole = {"model_type": model, "text_config": inner, "eos_token_id": [1, 106]}
-    places = places_of(whole, names)
+    places = prefixes_of(whole, names)
     assert places is not None
     config = config_of(whole, places, names)
     alone, want = open_config(config).to_dict(), open_config(whole).get_text_config().to_dict()

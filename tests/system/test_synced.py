@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_models import CALIBRATION
 
-from quantkit.checkpoints.journal import JOURNAL, SPOOL
-from quantkit.checkpoints.spool import Spool
+from quantkit.checkpoints.spool import JOURNAL, SPOOL, Spool
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import WORK_FILES
 from quantkit.system.files import replace_text, sync_folder

@@ -7,7 +7,7 @@ import torch
 from tiny_models import CALIBRATION
 
 from quantkit import convert, verify
-from quantkit.checkpoints.floats import STORED, count_unusable, to_float32
+from quantkit.checkpoints.rows import STORED, count_unusable, to_float32
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.recipe import CalibrationSpec
 

@@ -171,10 +171,10 @@ class _Writer(TensorWriter):
 
 def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, ...]:
     """What transformers shall not replace; none where it finds that by itself."""
-    if not source.kept and source.places is None:
+    if not source.passthrough and source.text_prefixes is None:
         return layout.skipped
-    whole = untouched(source, skeleton)
-    names = [(name,) if source.places is None else source.places.modules(name) for name in layout.skipped]
+    whole, prefixes = untouched(source, skeleton), source.text_prefixes
+    names = [(name,) if prefixes is None else prefixes.modules(name) for name in layout.skipped]
     return (*dict.fromkeys((*whole.linears, *whole.modules, *chain(*names))),)
 
 

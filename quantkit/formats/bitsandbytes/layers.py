@@ -13,9 +13,9 @@ from typing import Any
 
 from quantkit.contracts.format import Layout
 from quantkit.errors import UnsupportedError
-from quantkit.models.architectures.unfuse import renamed
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.source import Source
+from quantkit.models.unfuse import renamed
 from quantkit.untrusted import shown, silenced
 
 # Where a processor has AVX-512 with bfloat16, codes are laid out anew before the first product, or an assertion fails.

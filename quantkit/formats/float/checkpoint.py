@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.safetensors import TensorInfo, read_bytes, read_header
+from quantkit.checkpoints.safetensors import TensorInfo, read_header, read_rows, unwrapped
 from quantkit.checkpoints.side_files import (
     GENERATION,
     copy_side_files,
@@ -22,12 +22,10 @@ from quantkit.checkpoints.side_files import (
     note_not_copied,
     refuse_side_files,
 )
-from quantkit.checkpoints.wrapped_names import unwrapped
 from quantkit.errors import SourceError
-from quantkit.models.bounds import refuse_config, refuse_token_ids
-from quantkit.models.config import load_tokenizer
+from quantkit.models.config import load_tokenizer, refuse_config, refuse_token_ids
 from quantkit.models.source import Source
-from quantkit.models.text_half import config_of, places_of
+from quantkit.models.text_half import config_of, prefixes_of
 from quantkit.untrusted import read_object, shown
 
 LONGEST_NAME = 255  # bytes that file systems take for a name
@@ -50,16 +48,16 @@ class Checkpoint(Source):
         self.folder, self.model, self.revision = folder, model, revision
         stored, tensors = tensors, unwrapped(tensors) if self.format == "float" else tensors
         self._renamed = next((pair for pair in zip(stored, tensors, strict=True) if pair[0] != pair[1]), None)
-        self.config, self.tensors = config, tensors
+        self.config, self.whole_config, self.tensors = config, config, tensors
         self._files = sorted({info.file for info in tensors.values()})
-        if (places := places_of(config, tensors)) is None:
+        if (prefixes := prefixes_of(config, tensors)) is None:
             return
-        self.places, self._whole, self.config = places, config, config_of(config, places, tensors)
-        own = {name: text for name in tensors if (text := places.text(name)) is not None}
+        self.text_prefixes, self.config = prefixes, config_of(config, prefixes, tensors)
+        own = {name: text for name in tensors if (text := prefixes.text(name)) is not None}
         self.tensors = {text: tensors[name] for name, text in own.items()}
-        self._aside = {name: info for name, info in tensors.items() if name not in own}
-        self.kept = {name: name for name in self._aside}
-        if twice := self._aside.keys() & self.tensors.keys():
+        self.others = {name: info for name, info in tensors.items() if name not in own}
+        self.passthrough = {name: name for name in self.others}
+        if twice := self.others.keys() & self.tensors.keys():
             raise SourceError(f"{model} holds the tensor {min(twice)} twice, with a prefix and without one")
 
     @property
@@ -81,7 +79,7 @@ class Checkpoint(Source):
         if self._renamed is not None:
             stored, name = self._renamed
             notes.append(f"a module wrapper's prefix was cut from the names of tensors: {stored} is read as {name}")
-        return (*notes, *note_not_copied(self.folder), *self._notes)
+        return (*notes, *note_not_copied(self.folder))
 
     @property
     def own_files(self) -> bool:
@@ -99,9 +97,7 @@ class Checkpoint(Source):
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor."""
-        info = self.info(name)
-        row = info.nbytes // max(info.shape[0] if info.shape else 1, 1)
-        return read_bytes(self.folder / info.file, info, start * row, (stop - start) * row)
+        return read_rows(self.folder, self.info(name), start, stop)
 
     def side_files(self) -> dict[str, Path]:
         """Tokenizer, chat template, generation config and licence, where the folder has them."""

@@ -91,6 +91,7 @@ class GgufCheckpoint(Source):
             raise UnsupportedError(
                 f"{path} as a checkpoint would compute something else: {str(error).rstrip('.')}. {GIVE_CONFIG}"
             ) from None
+        self.whole_config = self.config
         self.tokenizer()  # refuses
 
     @property

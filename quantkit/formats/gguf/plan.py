@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.floats import FLOATS
+from quantkit.checkpoints.rows import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, choose_types

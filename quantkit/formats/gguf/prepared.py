@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-from quantkit.checkpoints.floats import FLOATS
+from quantkit.checkpoints.rows import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.formats._changed.fitted import FittedSource
-from quantkit.formats._changed.multiplied import TIED, MultipliedSource, Multipliers, rows_times
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import EMBEDDING, of_config
 from quantkit.formats.gguf.plan import unplaced
 from quantkit.formats.gguf.slots import is_taken
+from quantkit.models.overrides import Multipliers, OverriddenSource, multiplied, padded, rows_times
 from quantkit.models.source import Source
 from quantkit.untrusted import told
 
@@ -48,7 +47,7 @@ def _with_multipliers_inside(source: Source) -> Source:
         number = given.get(of_block.sub("", name), given.get(row.prefix + name))
         if number is not None and number != 1.0:
             factors[name] = rows_times(source, copies.get(name, name), number)
-    return MultipliedSource(source, factors, {**row.multiplied, **({TIED: False} if copies else {})}, copies)
+    return multiplied(source, factors, {**row.multiplied, **({"tie_word_embeddings": False} if copies else {})}, copies)
 
 
 def _fitted(source: Source) -> Source:
@@ -80,7 +79,9 @@ def _fitted(source: Source) -> Source:
         notes.append(
             f"{tokens - rows:,} rows added to {source.published(grown[0])}, each its first: so are tokens computed"
         )
-    return FittedSource(source, dropped, dict.fromkeys(grown, tokens), {ROWS: tokens} if grown else {}, tuple(notes))
+    overrides = {name: padded(source, name, tokens) for name in grown}
+    config = {ROWS: tokens} if grown else {}
+    return OverriddenSource(source, overrides, config=config, dropped=dropped, notes=tuple(notes))
 
 
 def _without_zero_biases(source: Source) -> Source:
@@ -94,4 +95,5 @@ def _without_zero_biases(source: Source) -> Source:
     if not idle:
         return source
     note = "biases of zeros are left out, since a GGUF file has no place for them"
-    return source.without(idle, f"{note}: {len(idle)}, such as {source.published(idle[0])}")
+    note = f"{note}: {len(idle)}, such as {source.published(idle[0])}"
+    return OverriddenSource(source, dropped=idle, notes=(note,))

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.checkpoints.floats import to_float32
-from quantkit.checkpoints.rows import Rows, rows_of_array
+from quantkit.checkpoints.rows import Rows, rows_of_array, to_float32
 from quantkit.formats.gguf.architectures.record import (
     OWN_KEYS,
     STACKED,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.errors import UnsupportedError
-from quantkit.formats._changed.changed import ChangedSource
 from quantkit.formats.gguf.architectures.record import Architecture, Stack
+from quantkit.models.overrides import OverriddenSource, Override
 from quantkit.models.source import Source
 
 
@@ -33,25 +34,19 @@ class Piece:
     rows: tuple[int, int, int]
 
 
-class Unstacked(ChangedSource):
+class Unstacked(OverriddenSource):
     """A source with the matrices of its stacks by themselves, under the names that the architecture gives them."""
 
     def __init__(self, source: Source, pieces: Mapping[str, Piece]) -> None:
-        super().__init__(source)
-        self._pieces = dict(pieces)
-        taken = {piece.name for piece in pieces.values()}
-        self.tensors = {name: info for name, info in source.tensors.items() if name not in taken}
-        self.tensors |= {name: _info(source.tensors[piece.name], piece) for name, piece in pieces.items()}
+        stacked = {piece.name for piece in pieces.values()}
+        infos = {name: _info(source.tensors[piece.name], piece) for name, piece in pieces.items()}
+        overrides = {name: Override(info, partial(self._rows, pieces[name])) for name, info in infos.items()}
+        super().__init__(source, overrides, dropped=stacked - infos.keys())
         self._last: tuple[tuple[str, int], NDArray[Any]] | None = None
 
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows of a tensor or piece."""
-        piece = self._pieces.get(name)
-        if piece is None:
-            return self._base.read_rows(name, start, stop)
+    def _rows(self, piece: Piece, start: int, stop: int) -> NDArray[Any]:
         values = self._matrix(piece)[slice(*piece.rows)]
-        values = values[start:stop] if values.ndim > 1 else values
-        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        return values[start:stop] if values.ndim > 1 else values
 
     def _matrix(self, piece: Piece) -> NDArray[Any]:
         """The whole matrix, rows first; the last one is kept, whose pieces are read in slabs."""
@@ -60,9 +55,9 @@ class Unstacked(ChangedSource):
             return last[1]
         if piece.stack.rows is not None:
             first = piece.index * piece.height
-            values = self._base.stored(piece.name, first, first + piece.height)
+            values = self.base.stored(piece.name, first, first + piece.height)
         else:
-            values = self._base.stored(piece.name, piece.index, piece.index + 1)[0]
+            values = self.base.stored(piece.name, piece.index, piece.index + 1)[0]
             values = values.T if piece.stack.transposed else values
         self._last = key, values
         return values

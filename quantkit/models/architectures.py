@@ -1,8 +1,79 @@
-"""What published checkpoints call parts of a model that transformers' modules have under other names: data."""
+"""Architectures as data, by `model_type`: which ones are tested, and the names that published checkpoints have.
+
+Tested: a tiny random model of each goes through the tests. The walk sees what the whole model computes, transformers
+computes the same logits from the values that are read back, and where AWQ scales, the model computes the same. Any
+other decoder of transformers whose blocks hold linear layers is taken, too, with a note that nobody has tried it; what
+transformers' code raises for it becomes one line (`running`). Of a tested architecture every error passes: it is a bug.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import QuantkitError, UnsupportedError, one_line, reason_of, shortage_of
+from quantkit.untrusted import shown
+
+DENSE = (
+    "apertus", "arcee", "bamba", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cohere_compass_text", "ctrl", "cwm",
+    "diffllama", "ernie4_5", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "gemma4_unified_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj",
+    "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "lfm2",
+    "lfm3", "llama", "minicpm3", "ministral", "ministral3", "mistral", "modernbert-decoder", "mpt", "nanochat",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3",
+    "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu",
+)  # fmt: skip
+MIXTURES = (
+    "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4_text",
+    "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "hunyuan_v1_moe", "hy_v3", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text", "mellum",
+    "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+)  # fmt: skip
+PROVEN = frozenset(DENSE + MIXTURES)
+
+FIX = "Another method, such as rtn, or another engine may take it"
+LONGEST_PART = 120  # characters of what names the part that ran
+
+
+class Signal(Exception):  # noqa: N818 - a signal, not an error
+    """Ends a forward pass early, on purpose: what it was for has been seen."""
+
+
+@contextmanager
+def running(settings: Any, part: str) -> Iterator[None]:
+    """Raise UnsupportedError, with the model type and the `part` of it that runs, for what foreign code raises inside.
+
+    `settings` is the configuration of transformers. Errors of proven architectures pass, and so do errors of ours,
+    those of files, interruptions, and what says that memory ran out.
+    """
+    try:
+        yield
+    except (QuantkitError, Signal, OSError):
+        raise
+    except Exception as raised:
+        if is_proven(settings) or shortage_of(raised):
+            raise
+        kind = type(raised).__name__
+        reason = reason_of(raised)
+        raise UnsupportedError(
+            f"the architecture {shown(settings.model_type)} is untested, and transformers' code of it ended with an "
+            f"error in {one_line(part, LONGEST_PART)}: {reason if reason.startswith(kind) else f'{kind}: {reason}'}. "
+            f"{FIX}"
+        ) from raised
+
+
+def is_proven(settings: Any) -> bool:
+    """Whether a model of this configuration, or its text half, goes through the tests."""
+    return not PROVEN.isdisjoint((settings.model_type, settings.get_text_config(decoder=True).model_type))
+
+
+def block_of(index: int, module: object) -> str:
+    """How messages call a decoder block."""
+    return f"block {index} ({type(module).__name__})"
 
 
 @dataclass(frozen=True)

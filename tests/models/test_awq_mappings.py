@@ -12,9 +12,8 @@ from tiny_llama import converted, job_for
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_source
-from quantkit.models import awq_folds, stand_in
-from quantkit.models.awq_folds import provable_scalings
-from quantkit.models.awq_mappings import Scaling, fold, heads_of
+from quantkit.models import awq_mappings, stand_in
+from quantkit.models.awq_mappings import MAPPINGS, Scaling, fold, heads_of, provable_scalings
 from quantkit.models.skeleton import load, open_skeleton, set_parameter
 
 # By name in ARCHITECTURES: the scalings of the first block.
@@ -24,6 +23,12 @@ for line in (Path(__file__).parent / "scalings.txt").read_text().splitlines()[2:
     KNOWN |= dict.fromkeys(names.split(" | "), found.split("; "))
 LLAMA, GEMMA4 = KNOWN["llama"], KNOWN["gemma4"]
 VALUES, UP = LLAMA[1], LLAMA[3]
+
+
+@pytest.fixture(autouse=True)
+def probed(monkeypatch):
+    """Nothing is looked up."""
+    monkeypatch.setattr(awq_mappings, "MAPPINGS", {})
 
 
 def text(scaling):
@@ -91,6 +96,14 @@ def test_what_is_scaled_is_known_and_leaves_the_model_as_it_is(name, architectur
     assert list(dict.fromkeys(map(text, found[0]))) == KNOWN[name]
 
 
+@pytest.mark.parametrize("name", [*MAPPINGS, "qwen3_moe, first block dense"])
+def test_what_is_looked_up_is_what_would_be_found(name, monkeypatch):
+    found = scalings(name)
+    monkeypatch.setattr(awq_mappings, "MAPPINGS", MAPPINGS)
+    monkeypatch.setattr(awq_mappings, "FUSED", ())
+    assert scalings(name) == found
+
+
 OPT = {"self_attn.q_proj", "self_attn.out_proj", "fc1"}
 OLMOE = {"self_attn.q_proj", *(f"mlp.experts.{i}.down_proj" for i in range(4)), "mlp.experts.0.gate_proj"}
 WQKV = Scaling("attn.Wqkv", ("attn.out_proj",), fused="qkv")
@@ -154,8 +167,8 @@ def test_large_blocks_are_tried_as_narrower_ones(name, monkeypatch):
 
 def test_no_wrong_fold_is_taken(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(awq_folds, "OFFSETS", (0.5, 1.0))
-        patch.setattr(awq_folds, "FUSED", ("qkv", "kv_by_head"))
+        patch.setattr(awq_mappings, "OFFSETS", (0.5, 1.0))
+        patch.setattr(awq_mappings, "FUSED", ("qkv", "kv_by_head"))
         assert [text(one) for one in scalings("llama")[0]] == []
         [only] = scalings("gpt_neox")[0]
         assert text(only) == "attention.query_key_value kv_by_head > attention.dense"
@@ -175,6 +188,6 @@ def test_layers_that_nothing_can_be_folded_before_are_told_and_counted(architect
 
 
 def test_an_architecture_without_any_is_refused_before_the_work(architecture, monkeypatch):
-    monkeypatch.setattr(awq_folds, "FUSED", ("qkv",))
+    monkeypatch.setattr(awq_mappings, "FUSED", ("qkv",))
     with pytest.raises(UnsupportedError, match="AWQ finds no layer in the blocks of 'olmo' whose inputs could be"):
         job_for(architecture("olmo"), "awq")

@@ -1,1 +1,0 @@
-"""Sources with other values than their files have: adapters merged into them, and what a file format needs."""

@@ -1,0 +1,298 @@
+"""A source with LoRA adapters: each tensor that they change is merged in float32 as it is read, one at a time.
+
+The adapters are merged in their order, each into the values that the ones before it left, as PEFT's `merge_and_unload`
+does; the values equal PEFT's in float32 to the last bit. PEFT itself is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from quantkit.checkpoints.adapter import WEIGHTS, Adapter, LowRank
+from quantkit.checkpoints.safetensors import TensorInfo
+from quantkit.checkpoints.side_files import (
+    TOKENIZER_FILES,
+    VOCABULARIES,
+    copy_files,
+    find_side_files,
+    matches,
+    refuse_side_files,
+)
+from quantkit.errors import SourceError
+from quantkit.models.config import load_tokenizer
+from quantkit.models.overrides import OverriddenSource, Override
+from quantkit.models.skeleton import open_skeleton
+from quantkit.models.source import Source
+from quantkit.numerics.low_rank import merge_linear
+from quantkit.system.temporary import temporary_folder
+from quantkit.untrusted import shown
+
+OTHER_BASE = "Give the base model that the adapter was made for."
+
+
+class Change(NamedTuple):
+    """What an adapter does to one tensor: `apply` gives the values afterwards, in float32.
+
+    `puts`: they do not depend on the values before. `copies`: tensors of this size that are in memory meanwhile.
+    """
+
+    apply: Callable[[torch.Tensor], torch.Tensor]
+    puts: bool = False
+    copies: int = 3  # the values before and after, and the update
+
+
+class AdapterTargets:
+    """Which tensors of `base` the adapters change, and how; raises SourceError for one that has no place.
+
+    An adapter names modules of transformers' model; a checkpoint may have other names, transposed layers, or one tensor
+    for embedding and head. A tied head gets weights of its own where an adapter changes only one of the two: so the
+    model computes what it did with the adapter beside it.
+
+    `tensors` and `config` are the base model's as they are afterwards, `changes` what is done to each tensor.
+    `copies`: tensors that the base model ties to another one, and the other's name.
+    """
+
+    def __init__(self, base: Source, adapters: Iterable[Adapter]) -> None:
+        self._base = base
+        self.config: dict[str, Any] = dict(base.config)
+        self.tensors = dict(base.tensors)
+        self.changes: dict[str, list[Change]] = defaultdict(list)
+        self.copies: dict[str, str] = {}
+        self._skeleton = open_skeleton(base.config, settings=base.settings)
+        self._model = self._skeleton.model
+        self._prefix = f"{self._model.base_model_prefix}."
+        self._transposed = {origin.name for origin in self._skeleton.origins.values() if origin.transposed}
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        ends = list(filter(None, (self._model.get_input_embeddings(), self._model.get_output_embeddings())))
+        self._ends = [paths[id(module)] for module in ends]  # embedding and head
+        self.tied = len(ends) == 2 and ends[0].weight is ends[1].weight
+        for adapter in adapters:
+            self._take(adapter)
+        self._set_vocabulary()
+
+    def _take(self, adapter: Adapter) -> None:
+        updates = {self._path(path): update for path, update in adapter.updates.items()}
+        parts = ((name.rpartition("."), info) for name, info in adapter.replaced.items())
+        replaced = {f"{self._path(path)}.{leaf}": info for (path, _, leaf), info in parts}
+        for found, given in ((updates, adapter.updates), (replaced, adapter.replaced)):
+            if len(found) < len(given):
+                raise _wrong(adapter, min(given.keys() - found.keys()), "has two names there")
+        if self.tied:
+            self._untie(adapter, updates, replaced)
+        for name, info in replaced.items():
+            self._put(adapter, name, info)
+        for path, update in updates.items():
+            self._add(adapter, path, update)
+
+    def _path(self, path: str) -> str:
+        """The path in the base model's class of the module that an adapter calls `path`, if the class has it."""
+        path = path if self._base.text_prefixes is None else self._base.text_prefixes.alone(path)
+        names = (path, self._prefix + path, path.removeprefix(self._prefix))
+        return next((name for name in names if self._module(name) is not None), path)
+
+    def _module(self, path: str) -> nn.Module | None:
+        with suppress(AttributeError):
+            module: nn.Module = self._model.get_submodule(path)
+            return module
+        return None
+
+    def _stored(self, path: str, leaf: str) -> str | None:
+        """The name of a module's tensor in the checkpoint, if the checkpoint has it."""
+        plain, origins = f"{path}.{leaf}", self._skeleton.origins.items()
+        for name in (plain, *(other for other, one in origins if one.name == plain and one.expert is None)):
+            for stored in (name, name.removeprefix(self._prefix), self._prefix + name):
+                if stored in self.tensors:
+                    return stored
+        return None
+
+    def _place(self, adapter: Adapter, path: str, leaf: str) -> str:
+        if (stored := self._stored(path, leaf)) is None:
+            raise _wrong(adapter, f"{path}.{leaf}", f"has no place: {self._base.model} has no such tensor")
+        return stored
+
+    def _untie(self, adapter: Adapter, updates: dict[str, LowRank], replaced: dict[str, TensorInfo]) -> None:
+        """Give the tied head weights of its own, unless the adapter changes neither end or both alike.
+
+        Alike: the low-rank matrices of the one are the transposes of the other's.
+        """
+        embedding, head = self._ends
+        first, last = updates.get(embedding), updates.get(head)
+        one, other = replaced.get(f"{embedding}.weight"), replaced.get(f"{head}.weight")
+        if not any((first, last, one, other)):
+            return
+        alike = bool(first) == bool(last) and bool(one) == bool(other)
+        if alike and one and other:
+            alike = adapter.equal(one, other)
+        if alike and first and last:
+            plain = first.magnitude is None and last.magnitude is None and first.scale == last.scale
+            alike = plain and adapter.equal(first.a, last.b, True) and adapter.equal(first.b, last.a, True)
+        if alike:
+            updates.pop(head, None)
+            replaced.pop(f"{head}.weight", None)
+            return
+        self.tied = False
+        stored = self._place(adapter, embedding, "weight")
+        if self._stored(head, "weight") is None:
+            name = f"{head}.weight"
+            self.copies[name] = stored
+            self.tensors[name] = self.tensors[stored]
+            self._change(name, self.tensors[stored].shape, *self.changes.get(stored, ()))
+        self.config["tie_word_embeddings"] = False
+
+    def _put(self, adapter: Adapter, name: str, info: TensorInfo) -> None:
+        path, _, leaf = name.rpartition(".")
+        stored = self._place(adapter, path, leaf)
+        shape = self.tensors[stored].shape
+        # A table of tokens may have other rows; at the end both ends must have as many.
+        if info.shape != shape and not (path in self._ends and leaf == "weight" and info.shape[1:] == shape[1:]):
+            raise _wrong(adapter, name, f"has the shape {info.shape}, and {shape} in {self._base.model}")
+        self._change(stored, info.shape, Change(lambda _: _read(adapter, info), puts=True))
+
+    def _add(self, adapter: Adapter, path: str, update: LowRank) -> None:
+        module, stored = self._module(path), self._place(adapter, path, "weight")
+        if module is not None and isinstance(module, nn.Embedding) != update.table:
+            kind = "an embedding" if update.table else "a linear layer"
+            raise _wrong(adapter, path, f"is changed like {kind}, and is none in {self._base.model}")
+        transposed = update.table or f"{path}.weight" in self._transposed
+        shape, own = self.tensors[stored].shape, (update.b.shape[0], update.a.shape[1])
+        own = own[::-1] if transposed else own
+        if shape != own:
+            raise _wrong(adapter, path, f"is changed as one of {own}, and it is {shape} in {self._base.model}")
+
+        def merge(value: torch.Tensor) -> torch.Tensor:
+            magnitude = None if update.magnitude is None else _read(adapter, update.magnitude)
+            a, b = _read(adapter, update.a), _read(adapter, update.b)
+            return merge_linear(value, a, b, update.scale, magnitude, transposed)
+
+        self._change(stored, shape, Change(merge, copies=3 if update.magnitude is None else 4))
+        if (added := update.bias) is not None:
+            bias = self._place(adapter, path, "bias")
+            if (shape := self.tensors[bias].shape) != added.shape:
+                raise _wrong(adapter, f"{path}.bias", f"does not fit: it is {shape} in {self._base.model}")
+            self._change(bias, shape, Change(lambda value: value + _read(adapter, added) * update.scale))
+
+    def _change(self, name: str, shape: tuple[int, ...], *changes: Change) -> None:
+        self.changes[name] += changes
+        self.tensors[name] = replace(self.tensors[name], dtype="F32", shape=shape, start=0, nbytes=4 * prod(shape))
+
+    def _set_vocabulary(self) -> None:
+        """Refuse ends with different numbers of tokens; set `vocab_size` where the number has changed."""
+        stored = {path: name for path in self._ends if (name := self._stored(path, "weight")) is not None}
+        counts = {path: self.tensors[name].rows for path, name in stored.items()}
+        if len(set(counts.values())) > 1:
+            rows = ", ".join(f"{count} of {path}" for path, count in counts.items())
+            raise SourceError(f"{self._base.model} has other numbers of tokens at its ends with its adapters: {rows}")
+        for name in stored.values():
+            if name in self._base.tensors and self.tensors[name].rows != self._base.tensors[name].rows:
+                self.config["vocab_size"] = self.tensors[name].rows
+
+
+def _wrong(adapter: Adapter, name: str, why: str) -> SourceError:
+    return SourceError(f"{adapter.folder / WEIGHTS}: {shown(name)} {why}. {OTHER_BASE}")
+
+
+def _read(adapter: Adapter, info: TensorInfo) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(adapter.values(info)))
+
+
+class AdaptedSource(OverriddenSource):
+    """`base` with `adapters`. Raises SourceError for a tensor of theirs that has no place in it."""
+
+    def __init__(self, base: Source, adapters: Iterable[Adapter]) -> None:
+        adapters = tuple(adapters)
+        targets = AdapterTargets(base, adapters)
+        self._changes, self._copies = targets.changes, targets.copies
+        self._latest: tuple[str, NDArray[np.float32]] | None = None
+        overrides = {}
+        for name, changes in targets.changes.items():
+            info, memory = targets.tensors[name], base.reading_bytes(self._copies.get(name, name))
+            if changes:
+                copies = max(change.copies for change in changes)
+                memory = max(memory + 8 * info.parameters, 4 * copies * info.parameters)
+            overrides[name] = Override(info, partial(self._rows, name), memory)
+        config = {key: value for key, value in targets.config.items() if base.config.get(key) != value}
+        super().__init__(base, overrides, config=config)
+        self.adapters = adapters
+        names = ", ".join(f"{adapter.name} ({adapter.kind})" for adapter in adapters)
+        notes = [f"{names} merged in float32 into {len(overrides)} of {len(self.tensors)} tensors"]
+        if "tie_word_embeddings" in config:
+            notes.append("the head has weights of its own now: the adapter changes only one of embedding and head")
+        if any(adapter.unwrapped for adapter in adapters):
+            notes.append("a module wrapper's prefix was cut from the names of an adapter's tensors")
+        if (folder := self._tokenizer_folder) is not None:
+            notes.append(f"the tokenizer is the one that lies beside the adapter {folder.resolve().name}")
+        self.own_notes = tuple(notes)
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """Of the base model's files, and of each adapter's under its number."""
+        return self.base.hashes | {
+            f"adapter {number}: {name}": digest
+            for number, adapter in enumerate(self.adapters, 1)
+            for name, digest in adapter.entry.hashes.items()
+        }
+
+    def _rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows of a merged tensor; all its values stay in memory until another one is read."""
+        if self._latest is None or self._latest[0] != name:
+            self._latest = None
+            changes = self._changes[name]
+            value = torch.empty(0)
+            if not changes or not changes[0].puts:
+                value = torch.from_numpy(np.array(self.base.floats(self._copies.get(name, name))))
+            for change in changes:
+                value = change.apply(value)
+            self._latest = name, value.numpy()
+        return self._latest[1][start:stop]
+
+    def side_files(self) -> dict[str, Path]:
+        """The base model's side files; the tokenizer's files are the last adapter's that has its own."""
+        files = self.base.side_files()
+        if (folder := self._tokenizer_folder) is None:
+            return files
+        own = find_side_files(folder, TOKENIZER_FILES)
+        return {name: path for name, path in files.items() if not matches(name, TOKENIZER_FILES)} | own
+
+    @cached_property
+    def _tokenizer_folder(self) -> Path | None:
+        """The folder of the last adapter with a tokenizer, unless its files equal the base model's."""
+        for adapter in reversed(self.adapters):
+            if find_side_files(adapter.folder, VOCABULARIES):
+                refuse_side_files(adapter.folder)
+                files, base = find_side_files(adapter.folder, TOKENIZER_FILES), self.base.side_files()
+                same = (name in base and base[name].read_bytes() == path.read_bytes() for name, path in files.items())
+                return None if all(same) else adapter.folder
+        return None
+
+    def copy_side_files(self, folder: Path) -> None:
+        """Copy the side files, or have the base model make its own."""
+        self.base.copy_side_files(folder)
+        if self._tokenizer_folder is not None:
+            for path in find_side_files(folder, TOKENIZER_FILES).values():
+                path.unlink()
+            copy_files(self.side_files(), folder)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of those files."""
+        return self.base.tokenizer() if self._tokenizer_folder is None else self._own_tokenizer
+
+    @cached_property
+    def _own_tokenizer(self) -> Any:
+        # As it is loaded from an artifact: transformers asks config.json for its class.
+        with temporary_folder() as folder:
+            (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+            self.copy_side_files(folder)
+            return load_tokenizer(folder)

@@ -1,0 +1,387 @@
+"""Makes the decoder blocks of a transformers model hold nothing but `nn.Linear` where a weight can be quantized.
+
+Conv1D layers (GPT-2) become linear layers; stacked experts (mixtures of experts, whose weights transformers keeps as
+3-D parameters, transformers/integrations/moe.py) become a list of experts with a linear layer for each matrix; stored
+buffers become parameters. The maths stays the same, and the modules get the names that published checkpoints and
+engines give their tensors (architectures.py), while transformers' code still finds them. `Origin` says where in a
+checkpoint the value of such a parameter is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.models.architectures import (
+    EXPERTS,
+    LEFT_ALONE,
+    MOVED,
+    MOVED_BESIDE,
+    RENAMED,
+    SPLIT,
+    WRITTEN,
+    ExpertNames,
+)
+
+# Linear layers whose weights the code around them reads itself, past the layer: with codes in them nothing runs.
+READ_OUTSIDE = ("dt_proj",)
+EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the value of a parameter is when it is not simply the tensor of its own name.
+
+    `name` and `shape` are the checkpoint's tensor, `also` another name that it may have; `transposed`: it is (in, out);
+    `expert` and its `rows` (first, end, step) cut one matrix or bias out of a stack (experts, out, in); `rows` alone
+    cut a part out of a joined tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    expert: int | None = None
+    rows: tuple[int, int, int] = (0, 0, 1)
+    also: str = ""
+
+
+def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
+    """The parameter's value (out, in) by way of `rows(name, start, stop)`, which reads rows of a stored tensor."""
+    if origin.expert is not None:
+        one = rows(origin.name, origin.expert, origin.expert + 1)[0]
+        return (one.T if origin.transposed else one)[slice(*origin.rows)].contiguous()
+    first, end, _ = origin.rows
+    whole = rows(origin.name, first, end or origin.shape[0])
+    return whole.T.contiguous() if origin.transposed else whole
+
+
+def left_alone(model: Any, block: nn.Module) -> set[str]:
+    """Linear layers that transformers keeps in float32 where a model is loaded in 16 bits, and those of `LEFT_ALONE`.
+
+    By their names in a block. They stay as they are: what computes with them is sensitive, and engines load them
+    unquantized. transformers' class names them by parts of a dotted name.
+    """
+    further = LEFT_ALONE.get(model.config.model_type)
+    own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, further)
+    parts = "|".join(re.escape(part) for names in own for part in names or ())
+    kept = re.compile(rf"(?:^|\.)(?:{parts})(?:\.|$)")
+    return {name for name, _ in _linears(block) if parts and kept.search(f"{name}.weight")}
+
+
+def too_small(block: nn.Module, states: int) -> set[str]:
+    """Linear layers with so few rows or columns that no layout packs them and engines load them unquantized.
+
+    By their names in a block: layers that choose or weigh experts (right beside the experts, or near them with a row
+    for each), and those that mix `states` hidden states of a token side by side (AltUp).
+    """
+    found = {name for name, part in _linears(block) if states > 1 and states in (part.in_features, part.out_features)}
+    for path, module in block.named_modules():
+        count = next((len(child) for child in module.children() if isinstance(child, Experts)), 0)
+        for name, part in _linears(module) if count else ():
+            if ("." not in name or part.out_features == count) and expert_of(f".{name}") is None:
+                found.add(f"{path}.{name}" if path else name)
+    return found
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear))
+
+
+def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
+    """Rebuild `model` (on the meta device) in place; return the origins of the parameters that this made."""
+    origins: dict[str, Origin] = {}
+    blocks = model.get_submodule(blocks_path)
+    for path, module in list(blocks.named_modules(prefix=blocks_path)):
+        if type(module).__name__ == "Conv1D":
+            k, n = (int(size) for size in module.weight.shape)
+            linear = nn.Linear(k, n, device="meta")
+            linear.bias = module.bias
+            model.set_submodule(path, linear)
+            origins[f"{path}.weight"] = Origin(f"{path}.weight", (k, n), transposed=True)
+        _take_buffers(module)
+    names = EXPERTS.get(kind, ExpertNames())
+    for index, block in enumerate(blocks):
+        path = f"{blocks_path}.{index}."
+        for place, module in [(name, part) for name, part in block.named_modules() if _is_stack(part, names)]:
+            _replace_stack(block, path, place, Stack(module, names.sent), names, origins)
+        if kind in SPLIT:
+            split(block, path, SPLIT[kind], origins)
+        part, further = MOVED_BESIDE.get(kind, ("", ()))
+        for old, new in (*MOVED.get(kind, ()), *(further if hasattr(block, part) else ())):
+            move(block, path, old, new, origins)
+        for name, written in WRITTEN.get(kind, ()):  # also found under the name that transformers writes
+            for own, parameter in block.named_parameters():
+                if own.startswith(f"{name}."):
+                    other = f"{path}{written}{own.removeprefix(name)}"
+                    origins.setdefault(f"{path}{own}", Origin(other, tuple(parameter.shape)))
+    if kind in RENAMED:
+        old, new = RENAMED[kind]
+        place, _, leaf = old.rpartition(".")
+        rename(model.get_submodule(place), place and f"{place}.", leaf, new.removeprefix(f"{place}."), origins)
+        if model.base_model_prefix == old:
+            model.base_model_prefix = new
+            ties = model._tied_weights_keys or {}
+            model._tied_weights_keys = {name: re.sub(rf"^{old}\.", f"{new}.", other) for name, other in ties.items()}
+    return origins
+
+
+def renamed(kind: str, path: str) -> str:
+    """The dotted path that a module of the model has after `hold_linears`."""
+    old, new = RENAMED.get(kind, ("", ""))
+    for here, there in MOVED.get(kind, ()):
+        path = re.sub(rf"(\.\d+\.){re.escape(here)}(?=\.|$)", rf"\g<1>{there}", path, count=1)
+    return new + path.removeprefix(old) if old and path.startswith(f"{old}.") else path
+
+
+def _take_buffers(module: Any) -> None:
+    """Make parameters of a module's stored buffers: they have learned values, such as the biases of some routers."""
+    stored = [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
+    module.stored_buffers = tuple(name for name in stored if getattr(module, name).is_floating_point())
+    for name in module.stored_buffers:
+        value = torch.empty_like(getattr(module, name), device="meta")
+        delattr(module, name)
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def _is_stack(module: Any, names: ExpertNames) -> bool:
+    """Whether a module is a stack whose layout is known: by what transformers says of it, or by its architecture."""
+    if names.sent:
+        return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
+    return hasattr(module, "is_concatenated") and not getattr(module, "has_post_expert_norm", False)
+
+
+def _replace_stack(
+    block: Any, prefix: str, place: str, stack: Stack, names: ExpertNames, origins: dict[str, Origin]
+) -> None:
+    """Put experts one by one at the dotted `place` in a block whose parameters begin with `prefix`."""
+    parent, _, leaf = place.rpartition(".")
+    called = names.block or parent
+    inside = f"{prefix}{called}." if called else prefix
+    also = tuple(stacked and inside + stacked for stacked in names.stacks)
+    for index in range(stack.count):
+        for name, origin in stack.origins(prefix + place, index, names, (also[0], also[1])).items():
+            origins[f"{inside}{leaf}.{index}.{name}"] = origin
+    block.set_submodule(place, (SentExperts if names.sent else Experts)(stack, names))
+    if names.router[0]:
+        rename(block.get_submodule(parent), f"{prefix}{parent}.", *names.router, origins)
+    if called != parent:
+        rename(block, prefix, parent, called, origins)
+
+
+class Expert(nn.Module):
+    """One expert; its linear layers bear the checkpoint's names."""
+
+    def __init__(self, stack: Stack, names: ExpertNames) -> None:
+        super().__init__()
+        self.names, self.join, self.gated = names, stack.join, stack.gated
+        shapes = {names.up: (stack.hidden, stack.inner), names.down: (stack.inner, stack.hidden)}
+        for name, shape in (({names.gate: shapes[names.up]} if stack.gated else {}) | shapes).items():
+            self.add_module(name, nn.Linear(*shape, bias=stack.biased, device="meta"))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden) -> (tokens, inner): everything before the last matrix."""
+        gate = (getattr(self, self.names.gate)(x),) if self.gated else ()
+        return self.join(*gate, getattr(self, self.names.up)(x))
+
+    def down(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = getattr(self, self.names.down)(x)
+        return out
+
+
+class Experts(nn.ModuleList):
+    """Experts one by one, in place of a stack; each is called with the tokens routed to it.
+
+    Every expert is called, also with no tokens, and all experts do their first matrices before any does its last:
+    so a walk sees all linear layers, in an order in which those of equal depth stand together. `first` names the
+    matrices that read what comes in.
+    """
+
+    def __init__(self, stack: Stack, names: ExpertNames) -> None:
+        super().__init__(Expert(stack, names) for _ in range(stack.count))
+        self.first = (names.gate, names.up) if stack.gated else (names.up,)
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden), chosen experts (tokens, k) int64 and their weights (tokens, k) -> (tokens, hidden)."""
+        experts: list[Any] = list(self)
+        routed = [torch.where(chosen == index) for index in range(len(experts))]
+        inner = [expert.inner(hidden[token]) for expert, (token, _) in zip(experts, routed, strict=True)]
+        out = torch.zeros_like(hidden)
+        for expert, (token, place), x in zip(experts, routed, inner, strict=True):
+            y = expert.down(x) * weights[token, place, None]
+            out.index_add_(0, token, y.to(out.dtype))
+        return out
+
+
+class SentExperts(Experts):
+    """Experts of a stack that gets (experts * tokens, hidden): for each expert all tokens, zero where it gets none."""
+
+    def forward(self, sent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """(experts * tokens, hidden) -> (experts * tokens, hidden)."""
+        experts: list[Any] = list(self)
+        rows = sent.reshape(len(experts), -1, sent.shape[-1])
+        used = [torch.where(mine.any(-1))[0] for mine in rows]
+        inner = [expert.inner(mine[token]) for expert, mine, token in zip(experts, rows, used, strict=True)]
+        out = torch.zeros_like(rows)
+        for index, (expert, token, x) in enumerate(zip(experts, used, inner, strict=True)):
+            out[index].index_copy_(0, token, expert.down(x))
+        return out.reshape(sent.shape)
+
+
+class Stack:
+    """How one of transformers' stacks of experts is laid out, and what its code does between two matrices."""
+
+    def __init__(self, module: Any, sent: bool) -> None:
+        self.module, self.transposed = module, sent or bool(module.is_transposed)
+        self.gated = sent or bool(module.has_gate)
+        self.biased = not sent and bool(module.has_bias)
+        self.interleaved = not sent and self.gated and not module.is_concatenated
+        self.first = "gate_up_proj" if self.gated else "up_proj"
+        self.count, *sides = (int(size) for size in getattr(module, self.first).shape)
+        wide, self.hidden = reversed(sides) if self.transposed else sides
+        self.inner = wide // 2 if self.gated else wide
+
+    def join(self, *parts: torch.Tensor) -> torch.Tensor:
+        """What the last matrix gets, of the products of gate and up or of up alone."""
+        own = getattr(type(self.module), "_apply_gate", None)
+        if self.gated and own is not None and own.__name__ != "_default_apply_gate":
+            both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
+            out: torch.Tensor = self.module._apply_gate(both)
+        else:
+            out = self.module.act_fn(parts[0]) * parts[1] if self.gated else self.module.act_fn(parts[0])
+        return out
+
+    def origins(self, place: str, index: int, names: ExpertNames, also: tuple[str, str]) -> dict[str, Origin]:
+        """By its name in the expert, where each of its parameters lies in the stack at the dotted `place`."""
+        halves = {names.up: (0, self.inner, 1)}
+        if self.interleaved:
+            halves = {names.gate: (0, 2 * self.inner, 2), names.up: (1, 2 * self.inner, 2)}
+        elif self.gated:
+            halves = {names.gate: (0, self.inner, 1), names.up: (self.inner, 2 * self.inner, 1)}
+        cuts = [(name, self.first, rows, also[0]) for name, rows in halves.items()]
+        found = {}
+        for name, stacked, rows, other in [*cuts, (names.down, "down_proj", (0, self.hidden, 1), also[1])]:
+            shape = tuple(getattr(self.module, stacked).shape)
+            found[f"{name}.weight"] = Origin(f"{place}.{stacked}", shape, self.transposed, index, rows, other)
+            if self.biased:
+                shape = tuple(getattr(self.module, f"{stacked}_bias").shape)
+                found[f"{name}.bias"] = Origin(f"{place}.{stacked}_bias", shape, False, index, rows)
+        return found
+
+
+def expert_of(name: str) -> str | None:
+    """The dotted path of the expert that a weight belongs to, or None."""
+    expert = EXPERT.match(name)
+    return expert.group() if expert else None
+
+
+def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that are the same matrix as `name`, in any expert of its block."""
+
+    def place(weight: str) -> tuple[str, str] | None:
+        return (expert[1], weight[expert.end() :]) if (expert := EXPERT.match(weight)) else None
+
+    return [other for other in names if place(other) == place(name)]
+
+
+class Wrapped(nn.Module):
+    """A module one level deeper, as some checkpoints have it."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, module)
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, self.name)(*args, **kwargs)
+
+
+class Joined(nn.Module):
+    """Stands for a convolution of several parts, which stand beside it; their weights are one after the other."""
+
+    def __init__(self, parts: Sequence[nn.Conv1d]) -> None:
+        super().__init__()
+        self.__dict__["parts"] = tuple(parts)  # past nn.Module: they have one place alone
+        self.bias = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(channels of all parts, 1, width)."""
+        return torch.cat([part.weight for part in self.__dict__["parts"]])
+
+
+def split(block: nn.Module, path: str, old: str, origins: dict[str, Origin]) -> None:
+    """Put a convolution for each of queries, keys and values in place of one of all, if a block has it at `old`."""
+    holder, _, name = old.rpartition(".")
+    beside: Any = dict(block.named_modules()).get(holder)
+    whole = getattr(beside, name, None)
+    if whole is None:
+        return
+    shape, first, parts = tuple(whole.weight.shape), 0, []
+    delattr(beside, name)
+    for kind in ("q", "k", "v"):
+        count = int(getattr(beside, f"{kind}_proj").out_features)
+        part = nn.Conv1d(count, count, shape[2], groups=count, bias=False, device="meta")
+        beside.add_module(f"{kind}_{name}", part)
+        place = f"{path}{holder}.{kind}_{name}.weight"
+        origins[place] = Origin(f"{path}{old}.weight", shape, rows=(first, first + count, 1))
+        parts.append(part)
+        first += count
+    if first != shape[0]:
+        raise ValueError(f"{path}{old} has {shape[0]} channels, and queries, keys and values have {first}")
+    object.__setattr__(beside, name, Joined(parts))  # past nn.Module, which would register it
+
+
+def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
+    """Register a child under another name, perhaps a dotted one; its parent's code still finds it under the old one."""
+    child = getattr(parent, old)
+    for name, parameter in child.named_parameters():
+        stored = origins.pop(f"{path}{old}.{name}", Origin(f"{path}{old}.{name}", tuple(parameter.shape)))
+        origins.setdefault(f"{path}{new}.{name}", stored)
+    delattr(parent, old)
+    first, _, rest = new.partition(".")
+    parent.add_module(first, Wrapped(rest, child) if rest else child)
+    if first != old:
+        object.__setattr__(parent, old, child)  # past nn.Module, which would register it a second time
+
+
+def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
+    """Register a part of a block elsewhere in it, if it has the part, both by dotted names; its code finds it still."""
+    (holder, _, name), (place, _, leaf) = old.rpartition("."), new.rpartition(".")
+    inner: Any = dict(block.named_modules()).get(holder)
+    child = getattr(inner, name, None)
+    if inner is None or child is None:
+        return
+    outer: Any = block
+    for part in filter(None, place.split(".")):
+        if not hasattr(outer, part):
+            outer.add_module(part, nn.Module())
+        outer = getattr(outer, part)
+    if isinstance(child, nn.Parameter):
+        origins[f"{path}{new}"] = Origin(f"{path}{old}", tuple(child.shape))
+        outer.register_parameter(leaf, inner._parameters.pop(name))
+        if name in (stored := getattr(inner, "stored_buffers", ())):
+            inner.stored_buffers = tuple(other for other in stored if other != name)
+            outer.__dict__["stored_buffers"] = (*getattr(outer, "stored_buffers", ()), leaf)
+    else:
+        for own, parameter in child.named_parameters():
+            stored = origins.pop(f"{path}{old}.{own}", Origin(f"{path}{old}.{own}", tuple(parameter.shape)))
+            origins[f"{path}{new}.{own}"] = stored
+        delattr(inner, name)
+        outer.add_module(leaf, child)
+    _find_there(inner, name, outer, leaf)
+
+
+def _find_there(inner: Any, name: str, outer: Any, leaf: str) -> None:
+    """Let `inner.name` be what stands at `outer.leaf` now: values and layers are replaced, so its class asks there."""
+    kind = type(inner)
+    if inner is outer:
+        found = property(lambda part: getattr(part, leaf))
+    else:
+        found = property(lambda part: getattr(part.moved_to[name], leaf))
+        inner.__dict__["moved_to"] = {**inner.__dict__.get("moved_to", {}), name: outer}  # past nn.Module: no circle
+    inner.__class__ = type(kind.__name__, (kind,), {name: found})
