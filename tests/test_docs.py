@@ -31,7 +31,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 COMMANDS = typer.main.get_command(app)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 METHOD_FILES = ("quantkit/methods/mse.py", "tests/methods/test_mse.py", "docs/methods.md")
-FORMAT_FILES = ("quantkit/formats/row8/__init__.py", "tests/formats/test_row8.py", "docs/formats.md")
+FORMAT_FILES = ("quantkit/formats/row8.py", "tests/formats/test_row8.py", "docs/formats.md")
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.checkpoints.floats import FLOATS
+from quantkit.contracts.format import Content
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats.ctranslate2.architectures import SourceTensors, refusal, refusal_of_config
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
-from quantkit.formats.ctranslate2.names import SourceTensors
-from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
 from quantkit.models.config import ADD_ROWS
 from quantkit.recipe import Strict
 from quantkit.system.memory import GROWTH
@@ -217,7 +217,7 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     """One variable, whose parts are read and joined, and the slab of it that becomes codes; then the proof."""
-    from quantkit.formats.ctranslate2.writer import SLAB
+    from quantkit.formats.ctranslate2.converter import SLAB
 
     joined = max((rows * columns for rows, columns in shapes.stages), default=0)
     largest = max(joined, shapes.largest_outside)
@@ -241,7 +241,7 @@ METHOD = Method(
     bits=("int8", "int8_float16", "int8_bfloat16", "int8_float32", "int16", "float16", "bfloat16", "float32"),
     default_bits="int8",
     Options=Options,
-    makes="engine model",
+    makes=Content.ENGINE_MODEL,
     default_format="ctranslate2",
     check=_check,
     write=_write,

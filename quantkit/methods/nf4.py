@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import missing_package
@@ -86,7 +86,7 @@ METHOD = Method(
     bits=("4",),
     default_bits="4",
     Options=Options,
-    makes="normal float",
+    makes=Content.NORMAL_FLOAT,
     default_format="bitsandbytes",
     check=_check,
     write=_write,

@@ -8,9 +8,9 @@ from quantkit import convert
 from quantkit.conversion.check import check, prepare_job
 from quantkit.formats._changed.adapted import AdaptedSource
 from quantkit.formats._changed.changed import ChangedSource
-from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
+from quantkit.formats.float import Checkpoint
 from quantkit.formats.gguf.checkpoint import GgufCheckpoint
-from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
 
