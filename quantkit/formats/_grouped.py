@@ -39,14 +39,13 @@ from quantkit.formats._quantization_config import (
     source_quantization,
     untouched,
 )
-from quantkit.formats._vllm import tensor_parallel_notes
+from quantkit.formats._vllm import GROUP_SIZES, tensor_parallel_notes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of, weight_name
 from quantkit.models.source import Source
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.untrusted import shown, whole_number
 
-GROUP_SIZES = (128, 64, 32)
 MOST_COLUMNS = 1 << 24  # of a group
 LARGEST_SCALE = torch.finfo(torch.float16).max  # where numerics/grid.py cuts scales off
 OTHERS = ""  # stands for all layers without a name of their own
@@ -70,15 +69,12 @@ class GroupedPacking(Packing[GroupedWeight]):
     holds = GroupedWeight
     name: str
     codes, scales = "qweight", "scales"
+    marks = ("qweight",)
     transposed = True
     order: str | None = None
     orders_columns = False
     least_zero = 0
     tells_symmetry = True
-
-    @property
-    def marks(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (self.codes,)
 
     @abstractmethod
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -406,14 +402,6 @@ class GroupedReader(LayerReader[GroupedWeight]):
         """Bits and group size as config.json says them, and whether codes are symmetric and columns in an order."""
         return self._bits, self._group, self._symmetric is True, self._ordered is True
 
-    def fits(self, name: str) -> object:
-        """What a layer's values depend on: its bits; None where its parts are not as config.json says."""
-        try:
-            self.refuse_parts(name.removesuffix("weight"))
-        except ArtifactError:
-            return None
-        return self.bits_of(name)
-
     def bits_of(self, name: str) -> int:
         """As config.json says; of other tools' files as the tensors do, where the layout tells."""
         stem = self.stem_of(name)
@@ -426,9 +414,8 @@ class GroupedReader(LayerReader[GroupedWeight]):
             raise ArtifactError(f"{self.folder / 'config.json'} names no bits of the layer {stem[:-1]}. {AGAIN}")
         return bits
 
-    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        stem = self.stem_of(name)
-        return None if stem is None else self.packing.size(self.stored, stem, self.bits_of(name))[:2]
+    def shape_of(self, stem: str) -> tuple[int, int]:
+        return self.packing.size(self.stored, stem, self.bits_of(f"{stem}weight"))[:2]
 
     def quantization(self) -> str:
         bits, groups = (" and ".join(map(str, sorted(set(each)))) for each in zip(*self._kinds(), strict=True))

@@ -85,17 +85,37 @@ def source_names(packing: Packing[Any], stored: Collection[str]) -> list[str]:
     return sorted({*(stem + "weight" for stem in stems), *(name for name in stored if name not in parts)})
 
 
-class LayerReader(Generic[Weight]):
-    """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored.
+class FolderReader(ABC):
+    """The tensors of a folder, some of which are quantized."""
 
-    `others` are names of tensors that are parts of layers of another kind.
-    """
+    def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
+        self.folder, self.stored = folder, StoredTensors(folder, files)
+
+    @abstractmethod
+    def names(self) -> list[str]: ...
+
+    @abstractmethod
+    def quantization(self) -> str: ...
+
+    def type_of(self, name: str) -> str:
+        """How the manifest counts one of them."""
+        return self.stored.dtype(name)
+
+    def types(self) -> Mapping[str, int]:
+        return Counter(map(self.type_of, self.names()))
+
+    def layout(self) -> Layout:
+        raise UnsupportedError(f"{self.folder} has no grouped codes: it is {self.quantization()}")
+
+
+class LayerReader(FolderReader, Generic[Weight]):
+    """Layers under their weight's name, the rest as stored; `others` are parts of layers of another kind."""
 
     def __init__(
         self, packing: Packing[Weight], folder: Path, files: tuple[str, ...], others: Collection[str] = ()
     ) -> None:
+        super().__init__(folder, files)
         self.packing: Packing[Weight] = packing
-        self.folder, self.stored = folder, StoredTensors(folder, files)
         self.all = set(self.stored.names()) - set(others)
         self.stems = _stems(packing, self.all)
         self.parts = {stem + part for stem in self.stems for part in packing.parts}
@@ -104,6 +124,26 @@ class LayerReader(Generic[Weight]):
             part = next((part for part in beside if name.endswith(f".{part}")), None)
             if part is not None and name.removesuffix(part) not in self.stems:
                 raise ArtifactError(f"{folder} has {name} without its {packing.codes}. {AGAIN}")
+
+    @abstractmethod
+    def refuse_parts(self, stem: str) -> None:
+        """Raise ArtifactError where types and shapes of a layer's parts do not fit each other and config.json."""
+
+    @abstractmethod
+    def value_of(self, name: str, weight: Weight) -> Stored:
+        """What is given of a layer; raises ArtifactError for values that engines cannot take."""
+
+    @abstractmethod
+    def shape_of(self, stem: str) -> tuple[int, int]:
+        """The shape (N, K) of a layer's values, without reading them."""
+
+    def bits_of(self, _name: str) -> int:
+        """The bits of a layer's codes."""
+        return self.packing.bits[0]
+
+    def depends_on(self, stem: str) -> object:
+        """What the values of a layer depend on beside its parts."""
+        return self.bits_of(f"{stem}weight")
 
     def names(self) -> list[str]:
         return source_names(self.packing, self.all)
@@ -121,34 +161,40 @@ class LayerReader(Generic[Weight]):
         present = {part: self.stored.read(stem + part) for part in self.packing.parts if stem + part in self.all}
         return self.value_of(name, self.packing.unpack(present, self.bits_of(name)))
 
-    def refuse_parts(self, stem: str) -> None:
-        """Raise ArtifactError where types and shapes of a layer's parts do not fit each other and config.json."""
-
-    def value_of(self, name: str, weight: Weight) -> Stored:
-        """What is given of a layer; raises ArtifactError for values that engines cannot take."""
-        raise NotImplementedError
-
-    def bits_of(self, _name: str) -> int:
-        """The bits of a layer's codes."""
-        return self.packing.bits[0]
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        stem = self.stem_of(name)
+        return None if stem is None else self.shape_of(stem)
 
     def type_of(self, name: str) -> str:
-        """How the manifest counts a layer, or the type of a dense tensor."""
-        return self.stored.dtype(name) if self.stem_of(name) is None else self.packing.type_name(self.bits_of(name))
+        return super().type_of(name) if self.stem_of(name) is None else self.packing.type_name(self.bits_of(name))
 
-    def types(self) -> Mapping[str, int]:
-        return Counter(map(self.type_of, self.names()))
+
+class RowsReader(FolderReader):
+    """The tensors of a folder that is a source only; quantized ones are dequantized row by row.
+
+    `shapes` are those of the values of quantized tensors by name; `beside` are tensors that only they need.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    beside: set[str]
+    called: str
+
+    @abstractmethod
+    def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
+        """What gives rows of a quantized tensor; raises ArtifactError where its scales are not finite."""
+
+    def names(self) -> list[str]:
+        return sorted({*self.stored.names(), *self.shapes} - self.beside)
+
+    def read(self, name: str) -> torch.Tensor | Rows:
+        shape = self.quantized_shape(name)
+        return self.stored.read(name) if shape is None else Rows(shape, self.dequantizer(name))
+
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        return self.shapes.get(name)
 
     def quantization(self) -> str:
-        raise NotImplementedError
-
-    def layout(self) -> Layout:
-        raise no_codes(self.folder, self.quantization())
-
-
-def no_codes(folder: Path, quantization: str) -> UnsupportedError:
-    """The error for a folder that has no codes which another format could hold."""
-    return UnsupportedError(f"{folder} has no grouped codes: it is {quantization}")
+        return self.called
 
 
 class LayerWriter(TensorWriter, Generic[Weight]):
@@ -228,44 +274,3 @@ def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
 
 def _words(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class RowsReader(ABC):
-    """The tensors of a folder that is a source only; quantized ones are dequantized row by row.
-
-    `shapes` are those of the values of quantized tensors by name; `beside` are tensors that only they need.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    beside: set[str]
-    called: str
-
-    def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
-        self.folder, self.stored = folder, StoredTensors(folder, files)
-
-    @abstractmethod
-    def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
-        """What gives rows of a quantized tensor; raises ArtifactError where its scales are not finite."""
-
-    def names(self) -> list[str]:
-        return sorted({*self.stored.names(), *self.shapes} - self.beside)
-
-    def read(self, name: str) -> torch.Tensor | Rows:
-        shape = self.quantized_shape(name)
-        return self.stored.read(name) if shape is None else Rows(shape, self.dequantizer(name))
-
-    def type_of(self, name: str) -> str:
-        """How tensors of the type of one of them are called."""
-        return self.stored.dtype(name)
-
-    def types(self) -> Mapping[str, int]:
-        return Counter(map(self.type_of, self.names()))
-
-    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        return self.shapes.get(name)
-
-    def quantization(self) -> str:
-        return self.called
-
-    def layout(self) -> Layout:
-        raise no_codes(self.folder, self.called)

@@ -106,13 +106,6 @@ def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: 
     return Replaced(quantized, dense, kept_in, (*sorted(usual), *others) if others else ())
 
 
-def bits_per_weight(source: Source, quantized: int, layout: Layout) -> float:
-    """Of all weights of the source, where so many are quantized; scales count, names and tables do not."""
-    scales = 8 / RUN + 32 / (RUN * 256) if (layout.settings or {}).get("double_quant", True) else 32 / RUN
-    rest = (source.parameters - quantized) * (32 if layout.dtype == "float32" else 16)
-    return (quantized * (4 + scales) + rest) / source.parameters
-
-
 def computed_by_processors(rows: int, columns: int, units: bool = True) -> bool:
     """Whether bitsandbytes computes a layer (rows, columns) on processors with (`units`) or without bfloat16 units."""
     return columns % RUN == 0 and (rows % ROW_UNIT == 0 or not units)
@@ -133,11 +126,13 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     quantized = sum(n * k for n, k in shapes.values())
     notes = []
     if replaced.dense:
-        share = quantized / sum(n * k for n, k in linears.values())
+        share, rest = quantized / sum(n * k for n, k in linears.values()), source.parameters - quantized
+        scales = 8 / RUN + 32 / (RUN * 256) if (layout.settings or {}).get("double_quant", True) else 32 / RUN
+        bits = (quantized * (4 + scales) + rest * (32 if layout.dtype == "float32" else 16)) / source.parameters
         left = (
             f"transformers gives bitsandbytes {len(shapes)} of {len(linears)} linear layers of {source.architecture!r} "
             f"(not {replaced.dense[0]}, which it keeps {replaced.kept_in}), {share:.1%} of their weights: the file has "
-            f"{bits_per_weight(source, quantized, layout):.2f} bits per weight"
+            f"{bits:.2f} bits per weight"
         )
         if share < layout.min_quantized:
             raise UnsupportedError(f"{left}. Take --min-quantized {math.floor(share * 100) / 100:g} to have it so")
@@ -198,6 +193,9 @@ class _NormalFloatReader(LayerReader[NormalFloatWeight]):
         self._config = config
         self._skeleton: Skeleton | None = None
 
+    def refuse_parts(self, stem: str) -> None:
+        """NormalFloatWeight does."""
+
     def value_of(self, name: str, weight: NormalFloatWeight) -> torch.Tensor:
         """The values as the source has them."""
         with told(f"{self.folder}: {name} cannot be read", ArtifactError, "Convert again."):
@@ -206,14 +204,12 @@ class _NormalFloatReader(LayerReader[NormalFloatWeight]):
         origin = self._skeleton.origins.get(name)
         return value.T if origin is not None and origin.transposed and origin.expert is None else value
 
-    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        if (stem := self.stem_of(name)) is None:
-            return None
+    def shape_of(self, stem: str) -> tuple[int, int]:
+        name, state = f"{stem}weight", self.stored.read(stem + self.packing.state)
         dtype = getattr(torch, self.stored.dtype(name))
-        unread = torch.empty(self.stored.shape(name), dtype=dtype, device="meta")
-        state = stem + self.packing.state
+        unread = _as_bytes(torch.empty(self.stored.shape(name), dtype=dtype, device="meta"))
         with told(f"{self.folder}: {name} cannot be read", ArtifactError, "Convert again."):
-            return NormalFloatWeight(_as_bytes(unread), {STATES[self.packing.kind]: self.stored.read(state)}).shape
+            return NormalFloatWeight(unread, {STATES[self.packing.kind]: state}).shape
 
     def quantization(self) -> str:
         return f"bitsandbytes, {CALLED[self.packing.kind]}"

@@ -216,13 +216,14 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
 
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
-    """One variable, whose parts are read and joined, and the slab of it that becomes codes; then the proof."""
+    """What lies outside the blocks, a block, its parts that are joined, and the slab that becomes codes; then the
+    proof."""
     from quantkit.formats.ctranslate2.converter import SLAB
 
     joined = max((rows * columns for rows, columns in shapes.stages), default=0)
     largest = max(joined, shapes.largest_outside)
     at_once = largest if job.bits == "int16" else min(largest, SLAB)
-    made = max(2 * joined, shapes.largest_outside) * 2 * shapes.item_bytes
+    held = shapes.item_bytes * (shapes.block_parameters + joined + _weights_outside(job.source.settings))
     part = _proven_part(job.source) or job.source
     blocks = int(part.settings.num_hidden_layers)
     # Of whatever is stored the engine makes float32, of blocks and of a head that is not tied twice for a while
@@ -231,7 +232,7 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     matrices = 2 if part.settings.tie_word_embeddings else 3
     engine = 4 * (matrices * ends + 2 * blocks * _weights_of_block(job.source))
     proof = engine + 6 * 4 * PROOF_TOKENS * shapes.vocabulary + GROWTH  # with logits and their logarithms
-    return PeakMemory(work=made + CONVERTING * at_once, further={"the proof": proof})
+    return PeakMemory(work=held + CONVERTING * at_once, further={"the proof": proof})
 
 
 METHOD = Method(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,12 @@ class _GroupsReader:
 
     def _fitting(self, name: str, owners: list[Reader]) -> Reader:
         """Its group; of several the first, where the values are the same."""
-        fitting = {reader: values for reader in owners if (values := reader.fits(name)) is not None}
+        stem = name.removesuffix("weight")
+        fitting: dict[Reader, object] = {}
+        for reader in owners:
+            with suppress(ArtifactError):
+                reader.refuse_parts(stem)
+                fitting[reader] = reader.depends_on(stem)
         if len(set(fitting.values())) != 1:
             kinds = "; ".join(reader.quantization().partition(", ")[2] for reader in self._readers)
             which = "several" if fitting else "none"

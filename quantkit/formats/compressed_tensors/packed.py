@@ -37,6 +37,7 @@ class _CompressedPacking(GroupedPacking):
     name = METHOD
     bits = (2, 3, 4, 8)
     codes, scales = CODES, SCALES
+    marks = (CODES,)
     parts = (CODES, SCALES, SHAPE, ZEROS, ORDER)
     order = ORDER
     transposed = False

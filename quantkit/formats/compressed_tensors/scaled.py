@@ -35,7 +35,6 @@ from quantkit.formats._layers import (
     LayerReader,
     Packing,
     Parts,
-    no_codes,
     refuse_stacked,
     write_layers,
 )
@@ -290,41 +289,29 @@ class ScaledReader(LayerReader[ScaledWeight]):
             if narrow and f"{stem}.{SCALE}" not in self.all:
                 raise ArtifactError(f"{folder} lacks the tensor {stem}.{SCALE}. {AGAIN}")
 
-    def fits(self, name: str) -> object:
-        """What a layer's values depend on: type and block; None where its parts are not as config.json says."""
-        try:
-            self.refuse_parts(name.removesuffix("weight"))
-        except ArtifactError:
-            return None
-        rows, columns = self._shape(name.removesuffix("weight"))
+    def depends_on(self, stem: str) -> object:
+        rows, columns = self.shape_of(stem)
         high, wide = self.kind.block_of(rows, columns)
         return self.kind.values, min(high, rows), min(wide, columns)
 
-    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
-        stem = self.stem_of(name)
-        return None if stem is None else self._shape(stem)
-
-    def _shape(self, stem: str) -> tuple[int, int]:
+    def shape_of(self, stem: str) -> tuple[int, int]:
         rows, columns = matrix(self.stored, stem + self.packing.codes)
         return rows, columns * (2 if self.packing.codes == PACKED else 1)
 
     def quantization(self) -> str:
-        """The format, and what shares a scale."""
         return f"{METHOD}, {self.kind.words}"
 
     def layout(self) -> Layout:
         """That of MXFP4, which has one; raises UnsupportedError for others, ArtifactError for damaged parts."""
         if self.kind.values != "mxfp4":
-            raise no_codes(self.folder, self.quantization())
+            return super().layout()
         for stem in sorted(self.stems):
             self.refuse_parts(stem)
         return Layout(4, self.kind.block[1], values="mxfp4")
 
     def refuse_parts(self, stem: str) -> None:
-        """Hold types and shapes of a layer's parts against each other and against config.json."""
         kind = self.kind.kind
-        rows, columns = self._shape(stem)
+        rows, columns = self.shape_of(stem)
         high, wide = self.kind.block_of(rows, columns)
         grid = (-(-rows // max(high, 1)), -(-columns // max(wide, 1)))
         others_scales = SCALE_TYPES if kind.bits == 8 and not self._own else {kind.scales}

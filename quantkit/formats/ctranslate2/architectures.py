@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats.ctranslate2.model_file import Ct2Model
+from quantkit.formats.ctranslate2.model_file import AGAIN, Ct2Model
 from quantkit.untrusted import told
 
 # rows of the fused weight (rows, ...) and the transformers configuration -> {module name: rows of the source}
@@ -233,17 +233,16 @@ def refusal(settings: Any) -> str | None:
 
 def _window_refusal(settings: Any) -> str | None:
     window = getattr(settings, "sliding_window", None)
-    if window and (reason := _short_window(window, settings.max_position_embeddings)):
-        return reason
-    if window and settings.model_type.startswith("qwen") and getattr(settings, "use_sliding_window", False):
-        return "CTranslate2 leaves its sliding window out"
-    return None
+    if not window:
+        return None
+    used = settings.model_type.startswith("qwen") and getattr(settings, "use_sliding_window", False)
+    short = _short_window(window, settings.max_position_embeddings)
+    return short or ("CTranslate2 leaves its sliding window out" if used else None)
 
 
 def _short_window(window: int, longest: int) -> str | None:
-    if 0 < window < min(SHORTEST_WINDOW, longest):
-        return f"CTranslate2 fails on texts longer than its sliding window of {window} tokens"
-    return None
+    short = 0 < window < min(SHORTEST_WINDOW, longest)
+    return f"CTranslate2 fails on texts longer than its sliding window of {window} tokens" if short else None
 
 
 def _gemma3_refusal(settings: Any) -> str | None:
@@ -272,69 +271,54 @@ class SourceTensors:
             )
         self._model, self._family, self._config = model, family, config
         self._variables: dict[str, str] = {}
+        self._plain: set[str] = set()  # tensors that a variable holds alone, row by row
+        self._opened: tuple[str, dict[str, np.ndarray]] = ("", {})
         for variable in sorted([*model.variables, *model.aliases]):
             shape = model.shape(variable)
             if not variable.startswith("decoder/") or not shape or variable.endswith("_scale"):
                 continue  # settings (numbers of heads, rotary base, ...) and scales of codes
-            scope, _, leaf = variable.rpartition("/")
-            if leaf not in LEAVES:
-                raise ArtifactError(f"{model.path}: the variable {variable} has no place in the architecture")
-            if scope == "decoder/projection" and leaf == "weight" and config.tie_word_embeddings:
+            if variable == "decoder/projection/weight" and config.tie_word_embeddings:
                 continue
             # Which tensors a variable holds does not depend on its columns: one is enough to ask.
             one_column = np.zeros((shape[0], *(1 for _ in shape[1:])), np.float32)
-            for name in self._tensors_in(variable, one_column):
+            for name, part in self._tensors_in(variable, one_column).items():
                 if name in self._variables:
-                    raise ArtifactError(
-                        f"{model.path}: the variables {self._variables[name]} and {variable} both hold {name}"
-                    )
+                    other = self._variables[name]
+                    raise ArtifactError(f"{model.path}: the variables {other} and {variable} both hold {name}")
                 self._variables[name] = variable
-        self._opened: tuple[str, dict[str, np.ndarray]] = ("", {})
+                if part is one_column:
+                    self._plain.add(name)
 
     def names(self) -> list[str]:
-        """All of them, in order."""
         return list(self._variables)
 
     def types(self) -> Mapping[str, int]:
-        """Variables by their type."""
         return self._model.types()
 
     def read(self, name: str) -> Rows:
-        """One of them; raises ArtifactError for a name that is not there."""
         variable = self._variables.get(name)
         if variable is None:
-            raise ArtifactError(f"{self._model.path} lacks the tensor {name}. Convert again with --force.")
-        if self._lies_as_it_is(variable):
+            raise ArtifactError(f"{self._model.path} lacks the tensor {name}. {AGAIN}")
+        if name in self._plain:
             return Rows(self._model.shape(variable), partial(self._model.values, variable))
         if self._opened[0] != variable:  # a fused variable is asked for several times in a row
             self._opened = ("", {})  # two of them are not in memory
             self._opened = (variable, self._tensors_in(variable, self._model.values(variable)))
         return rows_of_array(self._opened[1][name])
 
-    def _lies_as_it_is(self, variable: str) -> bool:
-        """Whether a variable holds one tensor, row by row."""
-        scope = variable.rpartition("/")[0]
-        layer = LAYER.fullmatch(scope)
-        if layer is None:
-            return scope in self._family.whole and not self._drops_rows(scope)
-        return layer[2] in self._family.parts and not self._family.conv1d
-
-    def _drops_rows(self, scope: str) -> bool:
-        return bool(self._config.model_type == "opt" and scope == "decoder/position_encodings")
-
     def _tensors_in(self, variable: str, values: np.ndarray) -> dict[str, np.ndarray]:
         family, (scope, _, leaf) = self._family, variable.rpartition("/")
         layer = LAYER.fullmatch(scope)
         prefix, part = ("", scope) if layer is None else (f"{family.layers}.{layer[1]}.", layer[2])
         names = family.whole if layer is None else family.parts
-        if self._drops_rows(scope):
+        if self._config.model_type == "opt" and scope == "decoder/position_encodings":
             # The converter drops the rows before position 0, which no unpadded text uses.
             values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
-        if part in names:
+        if part in names and leaf in LEAVES:
             modules = {names[part]: values}
-        elif part == "self_attention/linear_0":
+        elif part == "self_attention/linear_0" and leaf in LEAVES:
             what = f"{self._model.path}: the variable {variable} does not fit the heads of the source's config.json"
-            with told(what, ArtifactError, "Convert again with --force."):
+            with told(what, ArtifactError, AGAIN):
                 modules = family.unfuse(values, self._config)
         else:
             raise ArtifactError(f"{self._model.path}: the variable {variable} has no place in the architecture")

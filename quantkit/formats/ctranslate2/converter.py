@@ -1,10 +1,9 @@
-"""A model folder written by CTranslate2's own converter, whose faults are mended, one tensor in memory at a time.
+"""A model folder written by CTranslate2's own converter, whose faults are mended, with one block in memory at a time.
 
-The converter takes a whole model of transformers, and transposes, cuts and joins its weights. Here it is given a model
-whose weights are `Recorded`: what it does to them is written down on tensors of the device "meta", and carried out when
-a variable of its specification is written (model_file.py has the format). Its own code quantizes the variable, some
-rows at a time. So the bytes are those of the engine's own `ModelSpec.save`, which holds all tensors, as they were and
-quantized.
+The converter loads a whole model, in the configuration's dtype and not in the stored one, and its `ModelSpec.save`
+holds all tensors, as they were and quantized. Here it is given the model without its blocks, and then each block alone,
+in the order in which variables stand in a `model.bin` (model_file.py has the format). Its own code quantizes each
+variable, some rows at a time, so that the bytes are the same.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ import hashlib
 import json
 import math
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import nn
 
 from quantkit.errors import UnsupportedError, reason_of
 from quantkit.formats.ctranslate2.model_file import TYPES, VERSION
@@ -48,16 +45,16 @@ def write_model(source: Source, folder: Path, kind: str, progress: Progress | No
 
 
 def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> None:
-    from ctranslate2.converters import TransformersConverter
+    from ctranslate2.converters.transformers import TransformersConverter
     from transformers.utils import logging
 
-    recorder = Recorder()
+    model = _Model(source)
 
     class Unread(TransformersConverter):
-        """The converter itself would load all weights, in the configuration's dtype and not in the stored one."""
+        """One that loads no weights by itself."""
 
         def load_model(self, _class: Any, _path: str, **_settings: Any) -> Any:
-            return _unread_model(source, recorder)
+            return model.outside()
 
     made = folder / "converted"
     shows_bars = logging.is_progress_bar_enabled()
@@ -71,9 +68,9 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
             spec = Unread(str(place))._load()
         spec.validate()
         made.mkdir()
-        size = sum(math.prod(variable.shape) for _, variable in spec.variables(ordered=True))
+        size = model.block_values + sum(math.prod(v.shape) for v in spec.variables().values() if v.shape)
         with progress.step("converting with CTranslate2", size, work=True) as advance:
-            spec._serialize = lambda path: _write_model_file(Path(path), spec, kind, recorder, advance)
+            spec._serialize = lambda path: _write_model_file(Path(path), spec, model.variables(spec), kind, advance)
             spec.save(str(made))
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
@@ -88,21 +85,66 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
     made.rmdir()
 
 
-def _unread_model(source: Source, recorder: Recorder) -> Any:
-    """transformers' model of a source, in the dtype that its weights are stored in, each read when it is asked for."""
-    stored = {info.dtype for info in source.tensors.values()}
-    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop() if len(stored) == 1 else "", torch.float32)
-    skeleton = open_skeleton(source.config, native=True, settings=copy.deepcopy(source.settings))
-    for name in skeleton.parameter_names():
-        own = source_name(source, skeleton, name)
-        read = partial(_read, source, own, dtype)
-        set_parameter(skeleton.model, name, recorder.leaf(source.tensors[own].shape, dtype, read))
-    skeleton.model.tie_weights()
-    return skeleton.model
+class _Model:
+    """transformers' model of a source in the dtype that its weights are stored in, of whose blocks one is there."""
+
+    def __init__(self, source: Source) -> None:
+        stored = {info.dtype for info in source.tensors.values()}
+        only = stored.pop() if len(stored) == 1 else ""
+        self._dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(only, torch.float32)
+        self._source = source
+        self._skeleton = open_skeleton(source.config, native=True, settings=copy.deepcopy(source.settings))
+        self._model, self._path = self._skeleton.model, self._skeleton.blocks_path
+        self._blocks = list(self._skeleton.blocks)
+        self.block_values = sum(value.numel() for block in self._blocks for value in block.parameters())
+        self._kinds = getattr(self._model.config, "layer_types", None)
+
+    def outside(self) -> Any:
+        """The model without its blocks, and with all other weights."""
+        self._take([])
+        self._read(self._model, "")
+        self._model.tie_weights()
+        return self._model
+
+    def _take(self, indexes: list[int]) -> None:
+        self._model.set_submodule(self._path, nn.ModuleList(self._blocks[index] for index in indexes))
+        self._model.config.num_hidden_layers = len(indexes)
+        if self._kinds is not None:
+            self._model.config.layer_types = [self._kinds[index] for index in indexes]
+
+    def _read(self, module: nn.Module, prefix: str) -> None:
+        for name, _ in list(module.named_parameters()):
+            stored = source_name(self._source, self._skeleton, prefix + name)
+            set_parameter(module, name, self._source.tensor(stored).to(self._dtype))
+
+    def variables(self, spec: Any) -> Iterator[tuple[str, Any, bool]]:
+        """Those of a model.bin in its order, each with its name, and whether its codes have scales."""
+        outer = dict(spec.variables())
+        blocks = {f"decoder/layer_{index}/": index for index in range(len(self._blocks))}
+        for name in sorted({*outer, *blocks}):
+            if name in outer:
+                yield name, outer[name], _has_scales(spec, name)
+            else:
+                yield from self._of_block(name, blocks[name])
+
+    def _of_block(self, prefix: str, index: int) -> Iterator[tuple[str, Any, bool]]:
+        from ctranslate2.converters.transformers import _MODEL_LOADERS
+
+        self._take([index])
+        self._read(self._blocks[index], f"{self._path}.{index}.")
+        layer = _MODEL_LOADERS[type(self._model.config).__name__].get_model_spec(self._model).decoder.layer[0]
+        self._blocks[index] = nn.Identity()  # the specification has its weights
+        self._take([])
+        layer.validate()
+        for name, variable in layer.variables(ordered=True):
+            yield prefix + name, variable, _has_scales(layer, name)
 
 
-def _read(source: Source, name: str, dtype: torch.dtype) -> torch.Tensor:
-    return source.tensor(name).to(dtype)
+def _has_scales(spec: Any, name: str) -> bool:
+    from ctranslate2.specs.model_spec import index_spec
+
+    scope, _, leaf = name.rpartition("/")
+    return hasattr(index_spec(spec, scope), f"{leaf}_scale")
 
 
 def _mend_settings(folder: Path, tokenizer: Any) -> None:
@@ -121,108 +163,10 @@ def _mend_settings(folder: Path, tokenizer: Any) -> None:
         path.write_text(json.dumps(vocabulary, indent=2), encoding="utf-8")
 
 
-# Tensors that remember how they come about. Changes in place reach all views, as with real tensors.
-
-
-class Recorded(torch.Tensor):
-    """A tensor with a shape and a dtype, whose values a `Recorder` knows how to make.
-
-    `number` is its own, `root` that of the tensor whose memory it shares, `meta` its shape, dtype and strides.
-    """
-
-    recorder: Recorder
-    number: int
-    root: int
-    meta: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, meta: torch.Tensor, recorder: Recorder, number: int, root: int) -> Recorded:
-        """One of the shape, strides and dtype of `meta`."""
-        made: Recorded = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=torch.device("cpu"),
-        )
-        made.meta, made.recorder, made.number, made.root = meta, recorder, number, root
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Recorded({tuple(self.shape)}, {self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Write an operation down."""
-        called = (args, kwargs or {})
-        positional, named = tree_map_only(Recorded, lambda part: part.meta, called)
-        recorder = next(part.recorder for part in tree_leaves(called) if isinstance(part, Recorded))
-        return recorder.record(func, called, func(*positional, **named))
-
-
-@dataclass(frozen=True)
-class _Step:
-    """An operation, what it was called with (positional, named), and the numbers of the tensors that it gives."""
-
-    operation: Callable[..., Any]
-    called: tuple[Any, Any]
-    outputs: tuple[int, ...]
-
-
-class Recorder:
-    """Where operations on `Recorded` tensors are written down, in their order."""
-
-    def __init__(self) -> None:
-        self._steps: list[_Step] = []
-        self._made_by: list[int] = []  # by the number of a tensor that of its step
-        self._changed_by: dict[int, list[int]] = defaultdict(list)  # number of a root: steps that change its memory
-
-    def leaf(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Any:
-        """A tensor whose values `read` gives, in memory of its own each time."""
-        return self._add(read, ((), {}), torch.empty(shape, dtype=dtype, device="meta"), None)
-
-    def record(self, operation: Any, called: tuple[Any, Any], result: Any) -> Any:
-        """What an operation gives, `result` on the device "meta" being its shape."""
-        shared = [a for a in operation._schema.arguments if a.alias_info is not None]
-        target = called[0][0] if shared else None
-        if target is not None and any(a.alias_info.is_write for a in shared):
-            self._changed_by[target.root].append(len(self._steps))
-            self._steps.append(_Step(operation, called, ()))
-            return target
-        return self._add(operation, called, result, target)
-
-    def _add(self, operation: Callable[..., Any], called: tuple[Any, Any], result: Any, base: Recorded | None) -> Any:
-        first = len(self._made_by)
-
-        def wrapped(meta: torch.Tensor) -> Recorded:
-            number = len(self._made_by)
-            self._made_by.append(len(self._steps))
-            return Recorded(meta, self, number, number if base is None else base.root)
-
-        made = tree_map_only(torch.Tensor, wrapped, result)
-        self._steps.append(_Step(operation, called, tuple(range(first, len(self._made_by)))))
-        return made
-
-    def value(self, wanted: Recorded) -> torch.Tensor:
-        """The values of one of them: reads what it is made of, and carries out the steps that it needs."""
-        needed: set[int] = set()
-        ahead = [wanted]
-        while ahead:
-            tensor = ahead.pop()
-            for number in {self._made_by[tensor.number], *self._changed_by[tensor.root]} - needed:
-                needed.add(number)
-                ahead += [part for part in tree_leaves(self._steps[number].called) if isinstance(part, Recorded)]
-        values: dict[int, torch.Tensor] = {}
-        for number in sorted(needed):
-            step = self._steps[number]
-            args, kwargs = tree_map_only(Recorded, lambda part: values[part.number], step.called)
-            values.update(zip(step.outputs, tree_leaves(step.operation(*args, **kwargs)), strict=bool(step.outputs)))
-        return values[wanted.number]
-
-
-def _write_model_file(path: Path, spec: Any, kind: str, recorder: Recorder, advance: Callable[[int], None]) -> None:
-    """Write the validated `spec` of the engine, quantized to `kind`; `advance` is told of every value.
+def _write_model_file(
+    path: Path, spec: Any, variables: Iterator[tuple[str, Any, bool]], kind: str, advance: Callable[[int], None]
+) -> None:
+    """Write the `variables` of the engine's `spec`, quantized to `kind`; `advance` is told of every value.
 
     Variables with the same values are stored once, as in the engine's own code. Raises UnsupportedError for a variable
     that is too large for the format.
@@ -236,21 +180,22 @@ def _write_model_file(path: Path, spec: Any, kind: str, recorder: Recorder, adva
         file.write(struct.pack("<I", VERSION) + _text(spec.name) + struct.pack("<I", spec.revision))
         counted, count = file.tell(), 0
         file.write(struct.pack("<I", 0))
-        for name, variable in [*spec.variables(ordered=True), ("", None)]:
+        for name, variable, has_scales in chain(variables, [("", None, False)]):
             for ready in sorted(other for other in scales if not name or other < name):
                 array = scales.pop(ready)
                 file.write(_head(ready, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
                 count += 1
             if not name:
                 break
-            value, size = _made(variable, recorder), math.prod(variable.shape)
+            value = variable.tensor if hasattr(variable, "tensor") else variable.numpy()
+            size = math.prod(variable.shape) if variable.shape else 0
             if variable.shape and name.rpartition("/")[2] not in SKIP_CREATING_ALIAS:
                 same = (type(variable), variable.dtype, tuple(variable.shape), _digest(value))
                 if seen.setdefault(same, name) != name:
                     aliases.append((name, seen[same]))
                     advance(size)
                     continue
-            scale = _write_variable(path, file, spec, name, value, kind)
+            scale = _write_variable(path, file, name, value, kind, has_scales)
             if scale is not None:
                 scales[f"{name}_scale"] = scale
             count += 1
@@ -260,15 +205,6 @@ def _write_model_file(path: Path, spec: Any, kind: str, recorder: Recorder, adva
             file.write(_text(alias) + _text(holder))
         file.seek(counted)
         file.write(struct.pack("<I", count))
-
-
-def _made(variable: Any, recorder: Recorder) -> Values:
-    """The values of a variable of the engine's."""
-    held = getattr(variable, "tensor", None)
-    if held is None:
-        array: np.ndarray = variable.numpy()
-        return array
-    return (recorder.value(held) if isinstance(held, Recorded) else held).contiguous()
 
 
 def _slabs(value: Values, rows: int | None = None) -> Iterator[Any]:
@@ -286,20 +222,18 @@ def _digest(value: Values) -> bytes:
     return digest.digest()
 
 
-def _write_variable(path: Path, file: BinaryIO, spec: Any, name: str, value: Values, kind: str) -> np.ndarray | None:
+def _write_variable(
+    path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool
+) -> np.ndarray | None:
     """Write one variable as the engine's code quantizes it; return the scales of its codes, where it gives some."""
-    from ctranslate2.specs.model_spec import index_spec
-
     if not value.shape:
         array = np.asarray(value)
         file.write(_head(name, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
         return None
-    scope, _, leaf = name.rpartition("/")
-    quantized = hasattr(index_spec(spec, scope), f"{leaf}_scale")
     scales: list[np.ndarray] = []
     # The scale of int16 is that of a whole tensor, all else of rows or of single values.
-    for number, slab in enumerate(_slabs(value, len(value) if quantized and kind == "int16" else None)):
-        codes, scale = _converted(slab, kind, quantized)
+    for number, slab in enumerate(_slabs(value, len(value) if has_scales and kind == "int16" else None)):
+        codes, scale = _converted(slab, kind, has_scales)
         if not number:
             nbytes = codes.num_bytes() // len(slab) * len(value)
             if nbytes > MOST_BYTES:
@@ -316,13 +250,14 @@ def _write_variable(path: Path, file: BinaryIO, spec: Any, name: str, value: Val
     return scales[0] if not scales[0].shape else np.concatenate(scales)
 
 
-def _converted(slab: Values, kind: str, quantized: bool) -> tuple[Any, np.ndarray | None]:
+def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarray | None]:
     """The engine's variable that its own code makes of some rows, and their scale where they become codes."""
     from ctranslate2.specs.common_spec import LayerNormSpec, LinearSpec
     from ctranslate2.specs.model_spec import OPTIONAL, NumpyVariable, PyTorchVariable
 
-    variable = PyTorchVariable(slab) if isinstance(slab, torch.Tensor) else NumpyVariable(slab)
-    if not quantized:
+    # It multiplies float32 where it lies, and a tied tensor is converted again.
+    variable = PyTorchVariable(slab.clone()) if isinstance(slab, torch.Tensor) else NumpyVariable(slab.copy())
+    if not has_scales:
         plain = LayerNormSpec(rms_norm=True)
         plain.gamma = variable
         plain.optimize(quantization=kind)
