@@ -224,6 +224,10 @@ class Format:
         """The names of the engines that take it."""
         return tuple(self.loading)
 
+    def loaded_by(self, engine: str) -> Loading:
+        """How an engine loads it; of one that does not take it nothing is known."""
+        return self.loading.get(engine, Loading())
+
     @property
     def keeps(self) -> bool:
         """Whether its files hold tensors beside the model, as they are, under the names of the published checkpoint."""

@@ -211,7 +211,7 @@ def _holds(holding: Holding, dtype: str | None) -> int:
     """Codes take a byte a weight, where their layers are not dense, and scales some more."""
     item = DTYPES[dtype or "bfloat16"].itemsize
     inside = holding.parameters - holding.outside
-    packed = find_format(holding.format).loading[ENGINE.name].stays_packed(holding.bits)
+    packed = find_format(holding.format).loaded_by(ENGINE.name).stays_packed(holding.bits)
     each = 1.25 if packed and (item == 2 or holding.bits not in INT4_BITS) else item
     return int(inside * each) + holding.outside * item
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec, refuse_dtype
-from quantkit.contracts.format import Loading
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.engines._torch_model import TorchModel
@@ -26,7 +25,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def _load(model: Model, spec: LoadSpec) -> TorchModel:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if package := _loading(model.format).package:
+    if package := find_format(model.format).loaded_by(ENGINE.name).package:
         try:
             import_module(package)
         except ImportError as error:
@@ -64,14 +63,10 @@ def _config_of(model: Model) -> dict[str, Any]:
     return read_object(model.folder / "config.json", EngineError, "Fetch it again.")
 
 
-def _loading(kind: str) -> Loading:
-    return find_format(kind).loading.get(ENGINE.name, Loading())
-
-
 def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
     """Raise EngineError for artifacts whose layers would be computed wrongly, or not at all."""
     if model.artifact is not None:
-        _loading(model.format).refuse(model.artifact, dtype, device)
+        find_format(model.format).loaded_by(ENGINE.name).refuse(model.artifact, dtype, device)
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
@@ -96,7 +91,7 @@ def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None
 
 
 def _holds(holding: Holding, dtype: str | None) -> int:
-    loading = _loading(holding.format)
+    loading = find_format(holding.format).loaded_by(ENGINE.name)
     if loading.stays_packed(holding.bits):
         return holding.weight_bytes
     item = 4 if (dtype or holding.dtype) == "float32" else 2

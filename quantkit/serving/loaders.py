@@ -69,5 +69,4 @@ def _loaded(stored: Format, kind: Kind, name: str) -> Loaded:
     taken = stored.name in server.opens[0] if server else name in stored.engines
     if reason or not taken:
         return Loaded(reason or (server.opens[1] if server else engines()[name].opens))
-    since = stored.loading[name].since if name in stored.loading else ""
-    return Loaded(since=since, only=kind.only.get(name, ""))
+    return Loaded(since=stored.loaded_by(name).since, only=kind.only.get(name, ""))
