@@ -7,8 +7,9 @@ code, its scales searched for the least squared error, some rows at a time. Embe
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,9 @@ from quantkit.formats._layers import (
     LayerWriter,
     Packing,
     Parts,
+    StoredLayer,
     refuse_stacked,
+    several_kinds,
     write_layers,
 )
 from quantkit.formats._quantization_config import (
@@ -75,6 +78,13 @@ class GroupedPacking(Packing[GroupedWeight]):
     orders_columns = False
     least_zero = 0
     tells_symmetry = True
+    # What config.json says of the folder that is read.
+    _own: bool
+    _bits: int
+    _groups: tuple[int, ...]
+    _symmetric: object
+    _ordered: object
+    _layer_bits: Mapping[str, int]
 
     @abstractmethod
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -128,9 +138,9 @@ class GroupedPacking(Packing[GroupedWeight]):
             for part, first in pieces[0].items()
         }
 
-    def size(self, stored: StoredTensors, stem: str, bits: int) -> tuple[int, int, int]:
-        """N, K and G of the layer whose parts begin with `stem`; raises ArtifactError where they do not tell."""
-        codes, (groups, rows) = matrix(stored, stem + self.codes), matrix(stored, stem + self.scales)
+    def size(self, layer: StoredLayer, bits: int) -> tuple[int, int, int]:
+        """N, K and G of a layer; raises ArtifactError where its parts do not tell."""
+        codes, (groups, rows) = layer.matrix(self.codes), layer.matrix(self.scales)
         return rows, codes[0] * 32 // bits, groups
 
     def refusal(self, _name: str, _rows: int, _columns: int, _bits: int) -> str | None:
@@ -152,7 +162,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         """
         return {}
 
-    def stored_bits(self, _stored: StoredTensors, _stem: str, bits: int) -> int:
+    def stored_bits(self, _layer: StoredLayer, bits: int) -> int:
         """The bits of a layer of another tool's, where config.json says `bits`."""
         return bits
 
@@ -164,13 +174,144 @@ class GroupedPacking(Packing[GroupedWeight]):
         """Remarks for the user."""
         return ()
 
+    def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
+        """This layout as the `quantization_config` of a folder says it, by default config.json's.
 
-def matrix(stored: StoredTensors, name: str) -> tuple[int, int]:
-    """The shape of a tensor of two dimensions; raises ArtifactError for another."""
-    shape = stored.shape(name)
-    if len(shape) != 2:
-        raise ArtifactError(f"the tensor {name} has the shape {shape}, not two dimensions. {AGAIN}")
-    return shape[0], shape[1]
+        `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is
+        plain. Raises ArtifactError for settings that mean nothing.
+        """
+        where = "config.json: quantization_config"
+        if quantization is None:
+            where, quantization = (where, quantization_of(folder)) if own else source_quantization(folder)
+            quantization = quantization or {}
+        made = copy.copy(self if own else self.variant(quantization))
+        made._own, settings, where = own, made.settings(quantization), f"{folder}/{where}"
+        bits = whole_number(settings, "bits", min(self.bits), max(self.bits), where, ArtifactError)
+        if bits not in self.bits:
+            raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
+        group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError)
+        if group == 0:
+            raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
+        overrides = [] if own else layer_overrides(quantization)
+        sizes = [whole_number(other, "group_size", -1, MOST_COLUMNS, where, ArtifactError) for other in overrides]
+        first = -1 if group is None else group
+        made._bits = bits
+        made._groups = (first, *(size for size in dict.fromkeys(sizes) if size not in (None, 0, first)))
+        # Where layers differ, their tensors alone say it.
+        made._symmetric, made._ordered = (
+            settings.get(name) if all(other.get(name, settings.get(name)) == settings.get(name) for other in overrides)
+            else None
+            for name in ("sym", "desc_act")
+        )  # fmt: skip
+        made._layer_bits = made.layer_bits(quantization) if own else {}
+        return made
+
+    @property
+    def key(self) -> tuple[int, int, bool, bool]:
+        """Bits and group size as config.json says them, and whether codes are symmetric and columns in an order."""
+        return self._bits, self._groups[0], self._symmetric is True, self._ordered is True
+
+    def bits_of(self, layer: StoredLayer) -> int:
+        """As config.json says; of other tools' files as the tensors do, where the layout tells."""
+        if not self._own:
+            return self.stored_bits(layer, self._bits)
+        name = layer.stem[:-1]
+        bits = self._layer_bits.get(name, self._layer_bits.get(OTHERS)) if self._layer_bits else self._bits
+        if bits is None:
+            raise ArtifactError(f"{layer.folder / 'config.json'} names no bits of the layer {name}. {AGAIN}")
+        return bits
+
+    def shape(self, layer: StoredLayer) -> tuple[int, int]:
+        return self.size(layer, self.bits_of(layer))[:2]
+
+    def called(self, layers: Iterable[StoredLayer]) -> str:
+        kinds = self._kinds(layers)
+        bits, groups = (" and ".join(map(str, sorted(set(each)))) for each in zip(*kinds, strict=True))
+        return f"{self.name}, {bits} bits, {'whole rows' if groups == '-1' else f'groups of {groups}'}"
+
+    def _kinds(self, layers: Iterable[StoredLayer]) -> set[tuple[int, int]]:
+        """Bits and columns of a group: of the sizes that a layer may have, the one that its parts fit."""
+        found = set()
+        for layer in layers:
+            bits, fitting = self.bits_of(layer), list(self._groups)
+            if fitting[1:]:
+                _, columns, groups = self.size(layer, bits)
+                fitting = [size for size in fitting if groups * (columns if size == -1 else size) == columns]
+            found.add((bits, (fitting or self._groups)[0]))
+        return found or {(self._bits, self._groups[0])}
+
+    def layout(self, layers: Sequence[StoredLayer]) -> Layout:
+        """Symmetry, order of columns and least zero point as the tensors have them.
+
+        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers, and UnsupportedError where
+        layers differ in their bits or in the columns of a group.
+        """
+        if len(kinds := self._kinds(layers)) > 1:
+            raise several_kinds(layers[0].folder, self.called(layers))
+        ((bits, group),) = kinds
+        symmetric, ordered, least = True, False, 1 << bits
+        for layer in layers:
+            self.refuse_parts(layer)
+            rows, columns, groups = self.size(layer, bits)
+            parts = layer.read(part for part in self.parts if part != self.codes)
+            scales, half = parts[self.scales], parts[self.scales].to(torch.float16)
+            if not half.to(scales.dtype).equal(scales) or bool((half == 0).any()):
+                what = "has scales that are 0 or no float16 numbers"
+                raise ArtifactError(f"{layer.folder}: the layer {layer.name} {what}")
+            zeros = self.unpack_zeros(parts, bits, rows, groups)
+            symmetric = symmetric and bool((zeros == 1 << (bits - 1)).all())
+            least = min(least, int(zeros.min()))
+            plain = contiguous_groups(columns, columns // groups)
+            ordered = ordered or not self.groups(parts, columns, groups).equal(plain)
+        return Layout(bits, group, symmetric, ordered, least_zero=least)
+
+    def refuse_parts(self, layer: StoredLayer) -> None:
+        folder, shapes, bits = layer.folder, {part: layer.shape(part) for part in layer.parts}, self.bits_of(layer)
+        told = f"{folder}: the parts of {layer.name} have the shapes {shapes}"
+        if self.scales not in shapes or any(0 in shape for shape in shapes.values()):
+            raise ArtifactError(f"{told}. {AGAIN}")
+        rows, columns, groups = self.size(layer, bits)
+        _, _, symmetric, ordered = self.key
+        want = self.stored(rows, columns, groups, Layout(bits, -1, symmetric, ordered))
+        if not self._own and self.orders_columns and (not ordered or groups == 1):
+            # An order that is plain need not be there.
+            want = {part: kind for part, kind in want.items() if part in shapes or part != self.order}
+        if missing := sorted(want.keys() - shapes.keys()):
+            raise ArtifactError(f"{folder} lacks the tensor {layer.stem + missing[0]}. {AGAIN}")
+        for part, (kind, _) in want.items():
+            types = {kind} if self._own or part != self.scales else SCALE_TYPES
+            if (dtype := layer.dtype(part)) not in types:
+                raise ArtifactError(f"{folder}: {layer.stem + part} is {dtype}, not {kind}. {AGAIN}")
+        if reason := self.refusal(layer.name, rows, columns, bits):
+            raise ArtifactError(f"{folder}: {reason}. {AGAIN}")
+        sizes = [columns if size == -1 else size for size in self._groups]
+        if shapes != {part: shape for part, (_, shape) in want.items()} or columns not in [groups * n for n in sizes]:
+            known = " or ".join(map(str, sizes))
+            raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
+
+    def value(self, layer: StoredLayer, weight: GroupedWeight) -> GroupedWeight:
+        """Hold scales, zero points and the order of columns against what engines may take for granted."""
+        wrong, groups = None, weight.scales.shape[1]
+        if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
+            wrong = "has scales that are 0 or not finite"
+        elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
+            wrong = f"has columns of other groups than its {groups}"
+        elif self._symmetric is True and not bool((weight.zeros == 1 << (weight.bits - 1)).all()):
+            wrong = "is not symmetric, and config.json says it is"
+        elif self._ordered is False and not weight.g_idx.equal(
+            contiguous_groups(weight.shape[1], weight.shape[1] // groups)
+        ):
+            wrong = "has groups of columns that do not lie side by side, and config.json says they do"
+        if wrong is not None:
+            raise ArtifactError(f"{layer.folder}: the layer {layer.name} {wrong}. {AGAIN}")
+        return weight
+
+
+def open_grouped(
+    packing: GroupedPacking, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True
+) -> LayerReader:
+    """The tensors of a folder with this layout; `own`: quantkit wrote it."""
+    return LayerReader(folder, files, [packing.of_folder(folder, own)])
 
 
 def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
@@ -356,153 +497,3 @@ def recorded_options(packing: GroupedPacking, artifact: Artifact) -> Mapping[str
     if isinstance(named, dict) and named.keys() <= every.keys():  # others are patterns
         said["layer_bits"] = ({name: every[name] for name in named},)
     return said | {name: (stored[name],) for name in ("group_size", "sym", "desc_act") if name in stored}
-
-
-class GroupedReader(LayerReader[GroupedWeight]):
-    """The tensors of such a checkpoint.
-
-    `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is plain.
-    `quantization`: the `quantization_config` to read by, where that is not config.json's. `others`: names of tensors
-    that are parts of layers of another kind.
-    """
-
-    packing: GroupedPacking
-
-    def __init__(
-        self, packing: GroupedPacking, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True,
-        quantization: Mapping[str, Any] | None = None, others: Collection[str] = (),
-    ) -> None:  # fmt: skip
-        where = "config.json: quantization_config"
-        if quantization is None:
-            where, quantization = (where, quantization_of(folder)) if own else source_quantization(folder)
-            quantization = quantization or {}
-        packing = packing if own else packing.variant(quantization)
-        super().__init__(packing, folder, files, others)
-        settings, where, self._own = packing.settings(quantization), f"{folder}/{where}", own
-        bits = whole_number(settings, "bits", min(packing.bits), max(packing.bits), where, ArtifactError)
-        if bits not in packing.bits:
-            raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
-        group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError)
-        if group == 0:
-            raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
-        overrides = [] if own else layer_overrides(quantization)
-        sizes = [whole_number(other, "group_size", -1, MOST_COLUMNS, where, ArtifactError) for other in overrides]
-        self._bits, self._group = bits, -1 if group is None else group
-        self._groups = (self._group, *(size for size in dict.fromkeys(sizes) if size not in (None, 0, self._group)))
-        # Where layers differ, their tensors alone say it.
-        self._symmetric, self._ordered = (
-            settings.get(name) if all(other.get(name, settings.get(name)) == settings.get(name) for other in overrides)
-            else None
-            for name in ("sym", "desc_act")
-        )  # fmt: skip
-        self._layer_bits = packing.layer_bits(quantization) if own else {}
-
-    @property
-    def kind(self) -> tuple[int, int, bool, bool]:
-        """Bits and group size as config.json says them, and whether codes are symmetric and columns in an order."""
-        return self._bits, self._group, self._symmetric is True, self._ordered is True
-
-    def bits_of(self, name: str) -> int:
-        """As config.json says; of other tools' files as the tensors do, where the layout tells."""
-        stem = self.stem_of(name)
-        if stem is None:
-            return self._bits
-        if not self._own:
-            return self.packing.stored_bits(self.stored, stem, self._bits)
-        bits = self._layer_bits.get(stem[:-1], self._layer_bits.get(OTHERS)) if self._layer_bits else self._bits
-        if bits is None:
-            raise ArtifactError(f"{self.folder / 'config.json'} names no bits of the layer {stem[:-1]}. {AGAIN}")
-        return bits
-
-    def shape_of(self, stem: str) -> tuple[int, int]:
-        return self.packing.size(self.stored, stem, self.bits_of(f"{stem}weight"))[:2]
-
-    def quantization(self) -> str:
-        bits, groups = (" and ".join(map(str, sorted(set(each)))) for each in zip(*self._kinds(), strict=True))
-        return f"{self.packing.name}, {bits} bits, {'whole rows' if groups == '-1' else f'groups of {groups}'}"
-
-    def layout(self) -> Layout:
-        """What would hold these codes; symmetry, order of columns and least zero point as the tensors have them.
-
-        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers, and UnsupportedError where
-        layers differ in their bits or in the columns of a group.
-        """
-        if len(kinds := self._kinds()) > 1:
-            raise several_kinds(self.folder, self.quantization())
-        ((bits, group),) = kinds
-        symmetric, ordered, least, packing = True, False, 1 << bits, self.packing
-        for stem in sorted(self.stems):
-            self.refuse_parts(stem)
-            rows, columns, groups = packing.size(self.stored, stem, bits)
-            present = [part for part in packing.parts if part != packing.codes and stem + part in self.all]
-            parts = {part: self.stored.read(stem + part) for part in present}
-            scales, half = parts[packing.scales], parts[packing.scales].to(torch.float16)
-            if not half.to(scales.dtype).equal(scales) or bool((half == 0).any()):
-                what = "has scales that are 0 or no float16 numbers"
-                raise ArtifactError(f"{self.folder}: the layer {stem}weight {what}")
-            zeros = packing.unpack_zeros(parts, bits, rows, groups)
-            symmetric = symmetric and bool((zeros == 1 << (bits - 1)).all())
-            least = min(least, int(zeros.min()))
-            ordered = ordered or not packing.groups(parts, columns, groups).equal(
-                contiguous_groups(columns, columns // groups)
-            )
-        return Layout(bits, group, symmetric, ordered, least_zero=least)
-
-    def _kinds(self) -> set[tuple[int, int]]:
-        """Bits and columns of a group: of the sizes that a layer may have, the one that its parts fit."""
-        return {self._kind_of(stem) for stem in self.stems} or {(self._bits, self._group)}
-
-    def _kind_of(self, stem: str) -> tuple[int, int]:
-        bits = self.bits_of(f"{stem}weight")
-        if len(self._groups) == 1:
-            return bits, self._group
-        _, columns, groups = self.packing.size(self.stored, stem, bits)
-        fitting = (size for size in self._groups if groups * (columns if size == -1 else size) == columns)
-        return bits, next(fitting, self._group)
-
-    def refuse_parts(self, stem: str) -> None:
-        packing, bits = self.packing, self.bits_of(f"{stem}weight")
-        shapes = {part: self.stored.shape(stem + part) for part in packing.parts if stem + part in self.all}
-        told = f"{self.folder}: the parts of {stem}weight have the shapes {shapes}"
-        if packing.scales not in shapes or any(0 in shape for shape in shapes.values()):
-            raise ArtifactError(f"{told}. {AGAIN}")
-        rows, columns, groups = packing.size(self.stored, stem, bits)
-        _, _, symmetric, ordered = self.kind
-        want = packing.stored(rows, columns, groups, Layout(bits, -1, symmetric, ordered))
-        if not self._own and packing.orders_columns and (not ordered or groups == 1):
-            # An order that is plain need not be there.
-            want = {part: kind for part, kind in want.items() if part in shapes or part != packing.order}
-        if missing := sorted(want.keys() - shapes.keys()):
-            raise ArtifactError(f"{self.folder} lacks the tensor {stem + missing[0]}. {AGAIN}")
-        for part, (kind, _) in want.items():
-            types = {kind} if self._own or part != packing.scales else SCALE_TYPES
-            if (dtype := self.stored.dtype(stem + part)) not in types:
-                raise ArtifactError(f"{self.folder}: {stem + part} is {dtype}, not {kind}. {AGAIN}")
-        if reason := packing.refusal(stem + "weight", rows, columns, bits):
-            raise ArtifactError(f"{self.folder}: {reason}. {AGAIN}")
-        sizes = [columns if size == -1 else size for size in self._groups]
-        if shapes != {part: shape for part, (_, shape) in want.items()} or columns not in [groups * n for n in sizes]:
-            known = " or ".join(map(str, sizes))
-            raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
-
-    def value_of(self, name: str, weight: GroupedWeight) -> GroupedWeight:
-        """Hold scales, zero points and the order of columns against what engines may take for granted."""
-        wrong, groups = None, weight.scales.shape[1]
-        if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
-            wrong = "has scales that are 0 or not finite"
-        elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
-            wrong = f"has columns of other groups than its {groups}"
-        elif self._symmetric is True and not bool((weight.zeros == 1 << (weight.bits - 1)).all()):
-            wrong = "is not symmetric, and config.json says it is"
-        elif self._ordered is False and not weight.g_idx.equal(
-            contiguous_groups(weight.shape[1], weight.shape[1] // groups)
-        ):
-            wrong = "has groups of columns that do not lie side by side, and config.json says they do"
-        if wrong is not None:
-            raise ArtifactError(f"{self.folder}: the layer {name} {wrong}. {AGAIN}")
-        return weight
-
-
-def several_kinds(folder: Path, quantization: str) -> UnsupportedError:
-    """The error for a folder whose layers no single layout holds."""
-    return UnsupportedError(f"{folder} has layers of several kinds ({quantization}), and keep writes one kind only")

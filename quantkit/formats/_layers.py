@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -32,9 +33,42 @@ from quantkit.numerics.scaled.weight import ScaledWeight
 
 AGAIN = "Convert again with --force."
 PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 SCALE_TYPES = {"float16", "bfloat16", "float32"}  # of other tools
 Parts = Mapping[str, torch.Tensor]
 Weight = TypeVar("Weight", GroupedWeight, ScaledWeight, NormalFloatWeight)
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """The parts of one quantized layer, tensors of `folder` whose names begin with `stem`; `parts` are there."""
+
+    folder: Path
+    stored: StoredTensors
+    stem: str
+    parts: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The source's name of its weight."""
+        return f"{self.stem}weight"
+
+    def dtype(self, part: str) -> str:
+        return self.stored.dtype(self.stem + part)
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        return self.stored.shape(self.stem + part)
+
+    def matrix(self, part: str) -> tuple[int, int]:
+        """The shape of a part of two dimensions; raises ArtifactError for another."""
+        shape = self.shape(part)
+        if len(shape) != 2:
+            raise ArtifactError(f"the tensor {self.stem + part} has the shape {shape}, not two dimensions. {AGAIN}")
+        return shape[0], shape[1]
+
+    def read(self, parts: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those of some parts that are there."""
+        return {part: self.stored.read(self.stem + part) for part in parts if part in self.parts}
 
 
 class Packing(ABC, Generic[Weight]):
@@ -42,7 +76,7 @@ class Packing(ABC, Generic[Weight]):
 
     `parts` are all that a layer can have, `codes` the one with its codes. A layer is quantized where all of `marks` are
     there; `loose` parts may be there without one. What is not quantized has the type `dtype`. `bits` are those that
-    codes can have; `keeps_stacks`: experts that the source keeps stacked stay so.
+    codes can have; `keeps_stacks`: experts that the source keeps stacked stay so. Codes are stored as `code_type`.
     """
 
     holds: type[Weight]
@@ -53,6 +87,7 @@ class Packing(ABC, Generic[Weight]):
     loose: tuple[str, ...] = ()
     keeps_stacks: bool = False
     dtype: torch.dtype = torch.float16
+    code_type = "int32"
 
     @abstractmethod
     def pack(self, weight: Weight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
@@ -61,6 +96,33 @@ class Packing(ABC, Generic[Weight]):
     @abstractmethod
     def unpack(self, parts: Parts, bits: int) -> Weight:
         """The layer of its parts; the inverse of `pack`."""
+
+    @abstractmethod
+    def shape(self, layer: StoredLayer) -> tuple[int, int]:
+        """The shape (N, K) of a layer's values, without reading them."""
+
+    @abstractmethod
+    def called(self, layers: Iterable[StoredLayer]) -> str:
+        """What these layers are called, in a few words."""
+
+    @abstractmethod
+    def value(self, layer: StoredLayer, weight: Weight) -> Stored:
+        """What is given of a layer; raises ArtifactError for values that engines cannot take."""
+
+    def refuse_parts(self, layer: StoredLayer) -> None:
+        """Raise ArtifactError where types and shapes of a layer's parts do not fit each other and config.json."""
+
+    def layout(self, _layers: Sequence[StoredLayer]) -> Layout | None:
+        """What would hold the codes of these layers; None where another format cannot hold them."""
+        return None
+
+    def bits_of(self, _layer: StoredLayer) -> int:
+        """The bits of a layer's codes."""
+        return self.bits[0]
+
+    def depends_on(self, layer: StoredLayer) -> object:
+        """What the values of a layer depend on beside its parts."""
+        return self.bits_of(layer)
 
     def pack_scales(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:
         """The part that has the scales (N, G)."""
@@ -108,65 +170,100 @@ class FolderReader(ABC):
         raise UnsupportedError(f"{self.folder} has no grouped codes: it is {self.quantization()}")
 
 
-class LayerReader(FolderReader, Generic[Weight]):
-    """Layers under their weight's name, the rest as stored; `others` are parts of layers of another kind."""
+class LayerReader(FolderReader):
+    """Layers under their weight's name, the rest as stored.
 
-    def __init__(
-        self, packing: Packing[Weight], folder: Path, files: tuple[str, ...], others: Collection[str] = ()
-    ) -> None:
+    Of several `packings`, which a folder has for several groups of layers, that one reads a layer whose types and
+    shapes its parts fit. Raises ArtifactError where none does, or where two do that give other values.
+    """
+
+    def __init__(self, folder: Path, files: tuple[str, ...], packings: Sequence[Packing[Any]]) -> None:
         super().__init__(folder, files)
-        self.packing: Packing[Weight] = packing
-        self.all = set(self.stored.names()) - set(others)
-        self.stems = _stems(packing, self.all)
-        self.parts = {stem + part for stem in self.stems for part in packing.parts}
-        beside = [part for part in packing.parts if part not in (packing.codes, *packing.loose)]
-        for name in sorted(self.all):
-            part = next((part for part in beside if name.endswith(f".{part}")), None)
-            if part is not None and name.removesuffix(part) not in self.stems:
-                raise ArtifactError(f"{folder} has {name} without its {packing.codes}. {AGAIN}")
+        self._packings, names = packings, set(self.stored.names())
+        claims: dict[str, list[Packing[Any]]] = {}
+        for packing in packings:
+            for stem in _stems(packing, names):
+                if len(packings) == 1 or self.stored.dtype(stem + packing.codes) == packing.code_type:
+                    claims.setdefault(stem, []).append(packing)
+        self._layers: dict[str, tuple[StoredLayer, Packing[Any]]] = {}
+        parts: set[str] = set()
+        for stem, owners in sorted(claims.items()):
+            packing = self._owner(stem, owners, names)
+            there = tuple(part for part in packing.parts if stem + part in names)
+            self._layers[f"{stem}weight"] = StoredLayer(folder, self.stored, stem, there), packing
+            parts |= {stem + part for part in packing.parts}
+        self._rest = names - parts
+        for name in sorted(self._rest):
+            for packing in packings:
+                self._refuse_part(name, packing)
 
-    @abstractmethod
-    def refuse_parts(self, stem: str) -> None:
-        """Raise ArtifactError where types and shapes of a layer's parts do not fit each other and config.json."""
+    def _owner(self, stem: str, owners: list[Packing[Any]], names: Collection[str]) -> Packing[Any]:
+        if len(self._packings) == 1:
+            return owners[0]
+        if len({packing.codes for packing in owners}) > 1:
+            raise ArtifactError(f"{self.folder} has the layer {stem[:-1]} twice, in two kinds of codes. {AGAIN}")
+        fitting: dict[Packing[Any], object] = {}
+        for packing in owners:
+            layer = StoredLayer(self.folder, self.stored, stem, tuple(p for p in packing.parts if stem + p in names))
+            with suppress(ArtifactError):
+                packing.refuse_parts(layer)
+                fitting[packing] = packing.depends_on(layer)
+        if len(set(fitting.values())) != 1:
+            which = "several" if fitting else "none"
+            kinds = "; ".join(packing.called([]).partition(", ")[2] for packing in self._packings)
+            raise ArtifactError(
+                f"{self.folder}: the parts of {stem}weight fit {which} of the groups of config.json ({kinds}). {AGAIN}"
+            )
+        return next(iter(fitting))
 
-    @abstractmethod
-    def value_of(self, name: str, weight: Weight) -> Stored:
-        """What is given of a layer; raises ArtifactError for values that engines cannot take."""
-
-    @abstractmethod
-    def shape_of(self, stem: str) -> tuple[int, int]:
-        """The shape (N, K) of a layer's values, without reading them."""
-
-    def bits_of(self, _name: str) -> int:
-        """The bits of a layer's codes."""
-        return self.packing.bits[0]
-
-    def depends_on(self, stem: str) -> object:
-        """What the values of a layer depend on beside its parts."""
-        return self.bits_of(f"{stem}weight")
+    def _refuse_part(self, name: str, packing: Packing[Any]) -> None:
+        """Raise ArtifactError for a tensor that would be a part of a layer that is not there."""
+        for part in packing.parts:
+            if not name.endswith(f".{part}") or part in packing.loose:
+                continue
+            if part != packing.codes:
+                raise ArtifactError(f"{self.folder} has {name} without its {packing.codes}. {AGAIN}")
+            if (dtype := self.stored.dtype(name)) not in FLOATS:
+                what = f"the codes {name} of {dtype} without their scales, or config.json has no such group"
+                raise ArtifactError(f"{self.folder} has {what}. {AGAIN}")
 
     def names(self) -> list[str]:
-        return source_names(self.packing, self.all)
-
-    def stem_of(self, name: str) -> str | None:
-        """What the names of the parts of a layer begin with; None for a dense tensor."""
-        stem = name.removesuffix("weight")
-        return stem if stem != name and stem in self.stems else None
+        return sorted({*self._layers, *self._rest})
 
     def read(self, name: str) -> Stored:
-        stem = self.stem_of(name)
-        if stem is None:
+        if name not in self._layers:
             return self.stored.read(name)
-        self.refuse_parts(stem)
-        present = {part: self.stored.read(stem + part) for part in self.packing.parts if stem + part in self.all}
-        return self.value_of(name, self.packing.unpack(present, self.bits_of(name)))
+        layer, packing = self._layers[name]
+        packing.refuse_parts(layer)
+        return packing.value(layer, packing.unpack(layer.read(packing.parts), packing.bits_of(layer)))
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        stem = self.stem_of(name)
-        return None if stem is None else self.shape_of(stem)
+        if name not in self._layers:
+            return None
+        layer, packing = self._layers[name]
+        return packing.shape(layer)
 
     def type_of(self, name: str) -> str:
-        return super().type_of(name) if self.stem_of(name) is None else self.packing.type_name(self.bits_of(name))
+        if name not in self._layers:
+            return super().type_of(name)
+        layer, packing = self._layers[name]
+        return packing.type_name(packing.bits_of(layer))
+
+    def quantization(self) -> str:
+        own = [[layer for layer, owner in self._layers.values() if owner is packing] for packing in self._packings]
+        first, *others = (packing.called(layers) for packing, layers in zip(self._packings, own, strict=True))
+        return "; ".join([first, *(other.partition(", ")[2] for other in others)])
+
+    def layout(self) -> Layout:
+        if len(self._packings) > 1:
+            raise several_kinds(self.folder, self.quantization())
+        layout = self._packings[0].layout([layer for layer, _ in self._layers.values()])
+        return super().layout() if layout is None else layout
+
+
+def several_kinds(folder: Path, quantization: str) -> UnsupportedError:
+    """The error for a folder whose layers no single layout holds."""
+    return UnsupportedError(f"{folder} has layers of several kinds ({quantization}), and keep writes one kind only")
 
 
 class RowsReader(FolderReader):

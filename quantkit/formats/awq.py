@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import (
     IN_REFERENCE,
     NEEDS_GPTQMODEL,
     GroupedPacking,
-    GroupedReader,
     check,
     kinds,
+    open_grouped,
     recorded_options,
     usage,
     write,
 )
-from quantkit.formats._layers import Parts
+from quantkit.formats._layers import Parts, StoredLayer
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import Untouched, recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -59,8 +58,8 @@ class _AwqPacking(GroupedPacking):
     def unpack_zeros(self, parts: Parts, _bits: int, _rows: int, _groups: int) -> torch.Tensor:
         return unpack_awq(parts["qzeros"]).T.contiguous()
 
-    def size(self, stored: StoredTensors, stem: str, _bits: int) -> tuple[int, int, int]:
-        return super().size(stored, stem, 32)  # a row of words is a column
+    def size(self, layer: StoredLayer, _bits: int) -> tuple[int, int, int]:
+        return super().size(layer, 32)  # a row of words is a column
 
     def refusal(self, name: str, rows: int, _columns: int, _bits: int) -> str | None:
         return f"{name} has {rows} rows; AWQ's packing needs a multiple of 8" if rows % 8 else None
@@ -97,10 +96,10 @@ FORMAT = Format(
     holds=(Content.GROUPED_CODES,),
     loading={"reference": IN_REFERENCE, "vllm": Loading("0.32")},
     recognizes=partial(recognizes, "awq"),
-    open=partial(GroupedReader, PACKING),
+    open=partial(open_grouped, PACKING),
     check=partial(check, PACKING),
     writer=partial(write, PACKING),
-    open_quantized=partial(GroupedReader, PACKING, own=False),
+    open_quantized=partial(open_grouped, PACKING, own=False),
     kinds=kinds(PACKING),
     refusals=lambda _quantization: {"transformers": NEEDS_GPTQMODEL},
     recorded_options=partial(recorded_options, PACKING),

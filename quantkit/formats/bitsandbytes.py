@@ -18,10 +18,10 @@ bitsandbytes/functional.py, 0.50.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from quantkit.contracts.format import Content, Format, Kind, Layout, Loading, Te
 from quantkit.contracts.run import Checked, Run
 from quantkit.contracts.stored import NamedReader, open_stored
 from quantkit.errors import ArtifactError, EngineError, UnsupportedError
-from quantkit.formats._layers import LayerReader, Packing, Parts, RowsReader, write_layers
+from quantkit.formats._layers import LayerReader, Packing, Parts, RowsReader, StoredLayer, write_layers
 from quantkit.formats._quantization_config import quantization_of, recognizes, refuse_other_dtypes, untouched
 from quantkit.models.architectures.unfuse import renamed
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, open_skeleton, refuse_shapes
@@ -151,18 +151,22 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
 
 
 class _NormalFloatPacking(Packing[NormalFloatWeight]):
-    """Codes of the table `kind`."""
+    """Codes of the table `kind`, and the config.json of the model of a folder that is read."""
 
     holds = NormalFloatWeight
-    codes = "weight"
+    codes, code_type = "weight", "uint8"
     bits = (4,)
     keeps_stacks = True
 
-    def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.kind, self.dtype = kind, dtype
-        self.state = f"weight.{STATES[kind]}"
+    def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16, config: dict[str, Any] | None = None) -> None:
+        self._kind, self.dtype, self._config = kind, dtype, config or {}
+        self._state = f"weight.{STATES[kind]}"
         scales = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", *STATES.values())
-        self.marks, self.parts = (self.state, "weight"), ("weight", *(f"weight.{part}" for part in scales))
+        self.marks, self.parts = (self._state, "weight"), ("weight", *(f"weight.{part}" for part in scales))
+
+    @cached_property
+    def _skeleton(self) -> Skeleton:
+        return open_skeleton(self._config)
 
     def pack(self, weight: NormalFloatWeight, _layout: Layout, _what: str) -> dict[str, torch.Tensor]:
         return {"weight": weight.packed} | {f"weight.{part}": tensor for part, tensor in weight.parts.items()}
@@ -172,7 +176,22 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
         return NormalFloatWeight(_as_bytes(parts["weight"]), others)
 
     def type_name(self, _bits: int) -> str:
-        return self.kind
+        return self._kind
+
+    def called(self, _layers: Iterable[StoredLayer]) -> str:
+        return f"bitsandbytes, {CALLED[self._kind]}"
+
+    def shape(self, layer: StoredLayer) -> tuple[int, int]:
+        unread = torch.empty(layer.shape("weight"), dtype=getattr(torch, layer.dtype("weight")), device="meta")
+        with told(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
+            return self.unpack({"weight": unread} | layer.read([self._state]), 4).shape
+
+    def value(self, layer: StoredLayer, weight: NormalFloatWeight) -> torch.Tensor:
+        """The values as the source has them."""
+        with told(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
+            value = weight.dense()
+        origin = self._skeleton.origins.get(layer.name)
+        return value.T if origin is not None and origin.transposed and origin.expert is None else value
 
 
 def _as_bytes(packed: torch.Tensor) -> torch.Tensor:
@@ -180,39 +199,12 @@ def _as_bytes(packed: torch.Tensor) -> torch.Tensor:
     return packed.view(torch.uint8).reshape(-1, 1) if packed.shape[1:] == (1,) else packed
 
 
-class _NormalFloatReader(LayerReader[NormalFloatWeight]):
+def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> LayerReader:
     """The tensors of a folder with codes of 4 bits, dense; all are of the same table, `kind`."""
-
-    packing: _NormalFloatPacking
-
-    def __init__(self, folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> None:
-        others = tuple(f".weight.{state}" for other, state in STATES.items() if other != kind)
-        if name := next((name for name in StoredTensors(folder, files).names() if name.endswith(others)), None):
-            raise ArtifactError(f"{folder} has {name}, and config.json says that codes are {kind}. Convert again.")
-        super().__init__(_NormalFloatPacking(kind), folder, files)
-        self._config = config
-        self._skeleton: Skeleton | None = None
-
-    def refuse_parts(self, stem: str) -> None:
-        """NormalFloatWeight does."""
-
-    def value_of(self, name: str, weight: NormalFloatWeight) -> torch.Tensor:
-        """The values as the source has them."""
-        with told(f"{self.folder}: {name} cannot be read", ArtifactError, "Convert again."):
-            value = weight.dense()
-        self._skeleton = self._skeleton or open_skeleton(self._config)
-        origin = self._skeleton.origins.get(name)
-        return value.T if origin is not None and origin.transposed and origin.expert is None else value
-
-    def shape_of(self, stem: str) -> tuple[int, int]:
-        name, state = f"{stem}weight", self.stored.read(stem + self.packing.state)
-        dtype = getattr(torch, self.stored.dtype(name))
-        unread = _as_bytes(torch.empty(self.stored.shape(name), dtype=dtype, device="meta"))
-        with told(f"{self.folder}: {name} cannot be read", ArtifactError, "Convert again."):
-            return NormalFloatWeight(unread, {STATES[self.packing.kind]: state}).shape
-
-    def quantization(self) -> str:
-        return f"bitsandbytes, {CALLED[self.packing.kind]}"
+    others = tuple(f".weight.{state}" for other, state in STATES.items() if other != kind)
+    if name := next((name for name in StoredTensors(folder, files).names() if name.endswith(others)), None):
+        raise ArtifactError(f"{folder} has {name}, and config.json says that codes are {kind}. Convert again.")
+    return LayerReader(folder, files, [_NormalFloatPacking(kind, config=config)])
 
 
 class _Int8Reader(RowsReader):
@@ -268,14 +260,14 @@ class _Int8Reader(RowsReader):
         return dequantized
 
 
-def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> _NormalFloatReader | _Int8Reader:
+def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> LayerReader | _Int8Reader:
     """Of what bitsandbytes has; raises ArtifactError where config.json does not say which."""
     stored = quantization_of(folder)
     in_4_bits, in_8_bits, kind = (stored.get(key) for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"))
     if in_8_bits is True and in_4_bits is not True:
         return _Int8Reader(folder, files)
     if in_4_bits is True and in_8_bits is not True and isinstance(kind, str) and kind in STATES:
-        return _NormalFloatReader(folder, files, config, kind)
+        return _open(folder, files, config, kind)
     raise ArtifactError(
         f"{folder / 'config.json'}: of bitsandbytes load_in_8bit is read, or load_in_4bit with bnb_4bit_quant_type nf4 "
         f"or fp4; this is {shown(in_8_bits)}, {shown(in_4_bits)} and {shown(kind)}."
@@ -316,7 +308,7 @@ def _refuse_misfits(artifact: Artifact, _dtype: str | None, device: str) -> None
     if device != "cpu":
         return
     reader, units = open_stored(artifact, FORMAT), has_bfloat16_units()
-    assert isinstance(reader, _NormalFloatReader | NamedReader)
+    assert isinstance(reader, LayerReader | NamedReader)
     for name in reader.names():
         shape = reader.quantized_shape(name)
         if shape is not None and not computed_by_processors(shape[0], shape[1], units):
@@ -346,7 +338,7 @@ FORMAT = Format(
         "reference": Loading(),
     },
     recognizes=partial(recognizes, "bitsandbytes"),
-    open=_NormalFloatReader,
+    open=_open,
     check=_check,
     writer=_write,
     open_quantized=_open_quantized,

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 from quantkit.artifact import Artifact
-from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
 from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import OTHERS, GroupedPacking, GroupedReader, matrix
-from quantkit.formats._layers import AGAIN, LayerWriter, Parts
+from quantkit.formats._grouped import OTHERS, GroupedPacking, open_grouped
+from quantkit.formats._layers import AGAIN, LayerWriter, Parts, StoredLayer
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import Untouched, layer_overrides, quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
@@ -127,11 +126,11 @@ class _GptqPacking(GroupedPacking):
             bits[name] = own
         return {**bits, OTHERS: quantization.get("bits", 0)} if bits else {}
 
-    def stored_bits(self, stored: StoredTensors, stem: str, bits: int) -> int:
+    def stored_bits(self, layer: StoredLayer, bits: int) -> int:
         """As many as the zero points have."""
         if not self._told_by_zeros:
             return bits
-        zeros, scales = matrix(stored, f"{stem}qzeros"), matrix(stored, stem + self.scales)
+        zeros, scales = layer.matrix("qzeros"), layer.matrix(self.scales)
         own = zeros[1] * 32 // max(1, scales[1])
         return own if own in self.bits else bits
 
@@ -205,10 +204,10 @@ FORMAT = Format(
     holds=(Content.GROUPED_CODES,),
     loading={"reference": grouped.IN_REFERENCE, "vllm": Loading("0.32")},
     recognizes=partial(recognizes, "gptq"),
-    open=partial(GroupedReader, PACKING),
+    open=partial(open_grouped, PACKING),
     check=partial(grouped.check, PACKING),
     writer=_write,
-    open_quantized=partial(GroupedReader, PACKING, own=False),
+    open_quantized=partial(open_grouped, PACKING, own=False),
     kinds=(*grouped.kinds(PACKING), *grouped.mixes(PACKING)),
     refusals=_refusals,
     recorded_options=_recorded_options,

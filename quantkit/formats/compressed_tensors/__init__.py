@@ -10,39 +10,29 @@ layer's tensors fit one group, or several that give the same values, or the fold
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Content, Format, Layout, Loading, QuantizedReader, Stored, TensorWriter
+from quantkit.contracts.format import Content, Format, Layout, Loading, QuantizedReader, TensorWriter
 from quantkit.contracts.run import Checked, Run
-from quantkit.errors import ArtifactError, EngineError
+from quantkit.errors import EngineError
 from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import HEAD, GroupedReader
+from quantkit.formats._grouped import HEAD
+from quantkit.formats._layers import LayerReader, Packing
 from quantkit.formats._quantization_config import quantization_of, recognizes, source_quantization
 from quantkit.formats.compressed_tensors import packed, scaled
 from quantkit.formats.compressed_tensors.config_groups import METHOD, one_by_one, refuse_unfound_layers
 from quantkit.formats.compressed_tensors.packed import PACKING
-from quantkit.formats.compressed_tensors.scaled import KINDS, ScaledReader, is_scaled, scheme_of
+from quantkit.formats.compressed_tensors.scaled import KINDS, ScaledPacking, is_scaled, scheme_of
 from quantkit.models.architectures.experts import expert_of
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 
-AGAIN = "Fetch the checkpoint again."
-Reader = GroupedReader | ScaledReader
-# Kinds of layers, which have other parts: by the part with the codes, and its type.
-LAYERS = {
-    ("weight_packed", "int32"): "packed codes",
-    ("weight_packed", "uint8"): "4-bit floats",
-    ("weight", "int8"): "8 bits",
-    ("weight", "float8_e4m3fn"): "8 bits",
-}
-PARTS = {*PACKING.parts, "weight", scaled.DIVISOR, *scaled.BESIDE}
 # By transformers 5.23 with compressed-tensors 0.20: its weights become bfloat16 whatever the model computes in.
 ONLY_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 MISREAD_EXPERTS = ("int-quantized", "nvfp4-pack-quantized")
@@ -64,103 +54,19 @@ def _writer(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abs
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
     stored = quantization_of(folder)
     if is_scaled(stored):
-        return ScaledReader(folder, files, stored, own=True)
-    return GroupedReader(PACKING, folder, files, config)
+        return LayerReader(folder, files, [ScaledPacking(scheme_of(stored, own=True))])
+    return grouped.open_grouped(PACKING, folder, files, config)
 
 
-def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
-    groups = one_by_one(source_quantization(folder)[1] or {})
-    kinds = [_layers_of(single) for single in groups]
-    others: dict[str, set[str]] = {}
-    if len(set(kinds)) > 1:
-        parts = _parts(StoredTensors(folder, files), folder)
-        if unread := sorted(parts.keys() - set(kinds)):
-            raise ArtifactError(
-                f"{folder}: {min(parts[unread[0]])} is of a layer of {unread[0]}, and config.json has no such group. "
-                f"{AGAIN}"
-            )
-        others = {kind: {name for other, names in parts.items() if other != kind for name in names} for kind in kinds}
-    readers: dict[object, Reader] = {}
-    for kind, single in zip(kinds, groups, strict=True):
-        beside = others.get(kind, ())
-        reader = (
-            ScaledReader(folder, files, single, False, beside)
-            if is_scaled(single)
-            else GroupedReader(PACKING, folder, files, config, False, single, beside)
-        )
-        readers.setdefault((kind, reader.kind), reader)
-    return _GroupsReader(list(readers.values()), folder) if len(readers) > 1 else next(iter(readers.values()))
-
-
-def _layers_of(single: Mapping[str, Any]) -> str:
-    """Which of `LAYERS` the layers of a group are."""
-    if not is_scaled(single):
-        return "packed codes"
-    return "4-bit floats" if scheme_of(single).kind.bits == 4 else "8 bits"
-
-
-def _parts(stored: StoredTensors, folder: Path) -> dict[str, set[str]]:
-    """The names of the tensors of layers by their kind; raises ArtifactError for a layer of two kinds."""
-    split = [(name, *name.rpartition(".")[::2]) for name in stored.names()]
-    layers: dict[str, str] = {}
-    for name, stem, leaf in split:
-        kind = LAYERS.get((leaf, stored.dtype(name)))
-        if kind is not None and layers.setdefault(stem, kind) != kind:
-            raise ArtifactError(f"{folder} has the layer {stem} twice, as {layers[stem]} and as {kind}. {AGAIN}")
-    found: dict[str, set[str]] = {kind: set() for kind in layers.values()}
-    for name, stem, leaf in split:
-        if stem in layers and leaf in PARTS:
-            found[layers[stem]].add(name)
-    return found
-
-
-class _GroupsReader:
-    """The layers of several groups, each read as its tensors' types and shapes fit."""
-
-    def __init__(self, readers: list[Reader], folder: Path) -> None:
-        self._folder, self._readers = folder, readers
-        self._of: dict[str, Reader] = {}
-        for name in self.names():
-            if owners := [reader for reader in readers if reader.stem_of(name) is not None]:
-                self._of[name] = self._fitting(name, owners)
-
-    def _fitting(self, name: str, owners: list[Reader]) -> Reader:
-        """Its group; of several the first, where the values are the same."""
-        stem = name.removesuffix("weight")
-        fitting: dict[Reader, object] = {}
-        for reader in owners:
-            with suppress(ArtifactError):
-                reader.refuse_parts(stem)
-                fitting[reader] = reader.depends_on(stem)
-        if len(set(fitting.values())) != 1:
-            kinds = "; ".join(reader.quantization().partition(", ")[2] for reader in self._readers)
-            which = "several" if fitting else "none"
-            raise ArtifactError(
-                f"{self._folder}: the parts of {name} fit {which} of the groups of config.json ({kinds}). {AGAIN}"
-            )
-        return next(iter(fitting))
-
-    def _reader(self, name: str) -> Reader:
-        return self._of.get(name, self._readers[0])
-
-    def names(self) -> list[str]:
-        return sorted({name for reader in self._readers for name in reader.names()})
-
-    def read(self, name: str) -> Stored:
-        return self._reader(name).read(name)
-
-    def types(self) -> Mapping[str, int]:
-        return Counter(self._reader(name).type_of(name) for name in self.names())
-
-    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        return self._reader(name).quantized_shape(name)
-
-    def quantization(self) -> str:
-        first, *others = (reader.quantization() for reader in self._readers)
-        return "; ".join([first, *(other.partition(", ")[2] for other in others)])
-
-    def layout(self) -> Layout:
-        raise grouped.several_kinds(self._folder, self.quantization())
+def _open_quantized(folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> QuantizedReader:
+    packings: dict[object, Packing[Any]] = {}
+    for group in one_by_one(source_quantization(folder)[1] or {}):
+        if is_scaled(group):
+            packings.setdefault(scheme := scheme_of(group), ScaledPacking(scheme, own=False))
+        else:
+            packing = PACKING.of_folder(folder, False, group)
+            packings.setdefault(packing.key, packing)
+    return LayerReader(folder, files, list(packings.values()))
 
 
 def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:

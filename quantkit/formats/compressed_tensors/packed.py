@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Layout
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import HEAD, OTHERS, GroupedPacking, matrix
-from quantkit.formats._layers import AGAIN, Parts
+from quantkit.formats._grouped import HEAD, OTHERS, GroupedPacking
+from quantkit.formats._layers import AGAIN, Parts, StoredLayer
 from quantkit.formats._packing import pack_string, unpack_string, words
 from quantkit.formats._quantization_config import Untouched
 from quantkit.formats.compressed_tensors.config_groups import CLASS, METHOD, Group, groups_of, quantization
@@ -74,15 +73,15 @@ class _CompressedPacking(GroupedPacking):
         rows = sum(int(piece[SHAPE][0]) for piece in pieces)
         return super().join(pieces) | {SHAPE: torch.tensor([rows, int(pieces[0][SHAPE][1])])}
 
-    def size(self, stored: StoredTensors, stem: str, _bits: int) -> tuple[int, int, int]:
+    def size(self, layer: StoredLayer, _bits: int) -> tuple[int, int, int]:
         """As `weight_shape` says; the number of columns cannot be told from the words."""
-        name = stem + SHAPE
-        if stored.shape(name) != (2,) or stored.dtype(name) != "int64":
+        name = layer.stem + SHAPE
+        if layer.shape(SHAPE) != (2,) or layer.dtype(SHAPE) != "int64":
             raise ArtifactError(f"{name} is no pair of int64. {AGAIN}")
-        rows, columns = stored.read(name).tolist()
+        rows, columns = layer.read([SHAPE])[SHAPE].tolist()
         if not (0 < rows < MOST_SIDE and 0 < columns < MOST_SIDE):
             raise ArtifactError(f"{name} says {rows} x {columns}. {AGAIN}")
-        return rows, columns, matrix(stored, stem + SCALES)[1]
+        return rows, columns, layer.matrix(SCALES)[1]
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
         """One group of layers, all linear ones but those that are `untouched`, and one of the output head.

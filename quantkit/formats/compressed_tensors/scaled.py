@@ -16,10 +16,9 @@ MXFP4A16. Read are also a scale for a whole tensor, and inputs that are rounded 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +27,13 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.format import Kind, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._grouped import matrix, refuse_head
+from quantkit.formats._grouped import refuse_head
 from quantkit.formats._layers import (
     AGAIN,
     SCALE_TYPES,
-    LayerReader,
     Packing,
     Parts,
+    StoredLayer,
     refuse_stacked,
     write_layers,
 )
@@ -200,15 +199,17 @@ def _block(weights: Mapping[str, Any], right: int | None) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-class _ScaledPacking(Packing[ScaledWeight]):
-    """`own`: quantkit wrote it; other tools have parts beside a layer."""
+class ScaledPacking(Packing[ScaledWeight]):
+    """`own`: quantkit wrote it, and engines round inputs; other tools have scales of other floats, and parts beside
+    them."""
 
     holds = ScaledWeight
     dtype = torch.bfloat16
 
     def __init__(self, scheme: Scheme, own: bool = True) -> None:
-        self.scheme, self._own = scheme, own
-        self.codes, self.bits, self.loose = scheme.kind.codes, (scheme.kind.bits,), () if own else BESIDE
+        self.key, self._own, self._kind = scheme, own, scheme.kind
+        self.codes, self.code_type, self.bits = self._kind.codes, self._kind.stored, (self._kind.bits,)
+        self.loose = () if own else BESIDE
         self.marks, self.parts = (self.codes, SCALE), (self.codes, SCALE, DIVISOR, *self.loose)
 
     def pack(self, weight: ScaledWeight, _layout: Layout, _what: str) -> dict[str, torch.Tensor]:
@@ -222,13 +223,76 @@ class _ScaledPacking(Packing[ScaledWeight]):
         if self.codes == PACKED:
             values = torch.stack([values & 15, values >> 4], -1).flatten(1)
         rows, columns = values.shape
-        high, wide = self.scheme.block_of(rows, columns)
+        high, wide = self.key.block_of(rows, columns)
         scales = parts[SCALE].reshape(-(-rows // high), -(-columns // wide))
         divisor = parts[DIVISOR].reshape(1) if DIVISOR in parts else None
-        return ScaledWeight(values, scales, (high, wide), divisor, self.scheme.inputs if self._own else None)
+        return ScaledWeight(values, scales, (high, wide), divisor, self.key.inputs if self._own else None)
 
     def type_name(self, _bits: int) -> str:
-        return self.scheme.values
+        return self.key.values
+
+    def shape(self, layer: StoredLayer) -> tuple[int, int]:
+        rows, columns = layer.matrix(self.codes)
+        return rows, columns * (2 if self.codes == PACKED else 1)
+
+    def called(self, _layers: Iterable[StoredLayer]) -> str:
+        return f"{METHOD}, {self.key.words}"
+
+    def depends_on(self, layer: StoredLayer) -> object:
+        rows, columns = self.shape(layer)
+        high, wide = self.key.block_of(rows, columns)
+        return self.key.values, min(high, rows), min(wide, columns)
+
+    def layout(self, layers: Sequence[StoredLayer]) -> Layout | None:
+        """That of MXFP4, which has one; raises ArtifactError for damaged parts."""
+        if self.key.values != "mxfp4":
+            return None
+        for layer in layers:
+            self.refuse_parts(layer)
+        return Layout(4, self.key.block[1], values="mxfp4")
+
+    def refuse_parts(self, layer: StoredLayer) -> None:
+        kind, (rows, columns) = self._kind, self.shape(layer)
+        high, wide = self.key.block_of(rows, columns)
+        grid = (-(-rows // max(high, 1)), -(-columns // max(wide, 1)))
+        types = {kind.codes: {kind.stored}, SCALE: SCALE_TYPES if kind.bits == 8 and not self._own else {kind.scales}}
+        if self.key.values == "nvfp4":
+            types[DIVISOR] = {"float32"}
+        for part, known in types.items():
+            if (dtype := layer.dtype(part)) not in known:
+                raise ArtifactError(
+                    f"{layer.folder}: {layer.stem + part} is {dtype}, not {' or '.join(sorted(known))}. {AGAIN}"
+                )
+        scales = layer.shape(SCALE)
+        flat = len(scales) < 2 and 1 in grid  # (N,) for (N, 1); the package spreads (1, N) over columns
+        loose = not self._own and (flat or grid == (1, 1)) and math.prod(scales) == math.prod(grid)
+        divisor = layer.shape(DIVISOR) if DIVISOR in types else (1,)
+        if (
+            0 in (rows, columns)
+            or (kind.columns is not None and columns % wide)
+            or math.prod(divisor) != 1
+            or not (scales == grid or loose)
+        ):
+            raise ArtifactError(
+                f"{layer.folder}: the parts of {layer.name} have the shapes {(rows, columns)}, {scales} and {divisor}, "
+                f"which do not fit {self.key.words}. {AGAIN}"
+            )
+
+    def value(self, layer: StoredLayer, weight: ScaledWeight) -> ScaledWeight:
+        """Hold values and scales against what engines may take for granted."""
+        factors, wrong = weight.factors(), None
+        zeros = layer.read([ZEROS] if ZEROS in self.parts else [])
+        if weight.scales.dtype == torch.uint8 and bool((weight.scales == NO_EXPONENT).any()):
+            wrong = "has scales that are no numbers"
+        elif not bool(factors.isfinite().all()) or (self._own and not bool((factors > 0).all())):
+            wrong = "has scales that are not finite" + (", or not above 0" if self._own else "")
+        elif weight.values.dtype == torch.float8_e4m3fn and not bool(weight.steps().isfinite().all()):
+            wrong = "has values that are no numbers"
+        elif zeros and bool((zeros[ZEROS].to(torch.float32) != 0).any()):
+            wrong = "has zero points, and config.json says that it is symmetric"
+        if wrong is not None:
+            raise ArtifactError(f"{layer.folder}: the layer {layer.name} {wrong}. {AGAIN}")
+        return weight
 
 
 def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
@@ -264,94 +328,9 @@ def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]
 
 def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
     """A writer; on success it writes the whole checkpoint."""
-    packing = _ScaledPacking(_scheme_for(layout))
-    settings = _quantization(packing.scheme, untouched(source, skeleton))
+    packing = ScaledPacking(_scheme_for(layout))
+    settings = _quantization(packing.key, untouched(source, skeleton))
     return write_layers(packing, source, skeleton, run, layout, settings)
-
-
-class ScaledReader(LayerReader[ScaledWeight]):
-    """The tensors of such a checkpoint.
-
-    `own`: quantkit wrote it, and engines round inputs; other tools have scales of other floats and parts beside them.
-    `stored` is the `quantization_config`, `others` as of LayerReader.
-    """
-
-    packing: _ScaledPacking
-
-    def __init__(
-        self, folder: Path, files: tuple[str, ...], stored: Mapping[str, Any], own: bool, others: Collection[str] = ()
-    ) -> None:
-        self.kind, self._own = scheme_of(stored, own), own
-        super().__init__(_ScaledPacking(self.kind, own), folder, files, others)
-        for name in sorted(self.all - self.parts):
-            stem, _, leaf = name.rpartition(".")
-            narrow = leaf == PACKED or self.stored.dtype(name) in ("int8", "float8_e4m3fn")
-            if narrow and f"{stem}.{SCALE}" not in self.all:
-                raise ArtifactError(f"{folder} lacks the tensor {stem}.{SCALE}. {AGAIN}")
-
-    def depends_on(self, stem: str) -> object:
-        rows, columns = self.shape_of(stem)
-        high, wide = self.kind.block_of(rows, columns)
-        return self.kind.values, min(high, rows), min(wide, columns)
-
-    def shape_of(self, stem: str) -> tuple[int, int]:
-        rows, columns = matrix(self.stored, stem + self.packing.codes)
-        return rows, columns * (2 if self.packing.codes == PACKED else 1)
-
-    def quantization(self) -> str:
-        return f"{METHOD}, {self.kind.words}"
-
-    def layout(self) -> Layout:
-        """That of MXFP4, which has one; raises UnsupportedError for others, ArtifactError for damaged parts."""
-        if self.kind.values != "mxfp4":
-            return super().layout()
-        for stem in sorted(self.stems):
-            self.refuse_parts(stem)
-        return Layout(4, self.kind.block[1], values="mxfp4")
-
-    def refuse_parts(self, stem: str) -> None:
-        kind = self.kind.kind
-        rows, columns = self.shape_of(stem)
-        high, wide = self.kind.block_of(rows, columns)
-        grid = (-(-rows // max(high, 1)), -(-columns // max(wide, 1)))
-        others_scales = SCALE_TYPES if kind.bits == 8 and not self._own else {kind.scales}
-        types = {kind.codes: {kind.stored}, SCALE: others_scales}
-        if self.kind.values == "nvfp4":
-            types[DIVISOR] = {"float32"}
-        for part, known in types.items():
-            if (dtype := self.stored.dtype(stem + part)) not in known:
-                raise ArtifactError(
-                    f"{self.folder}: {stem + part} is {dtype}, not {' or '.join(sorted(known))}. {AGAIN}"
-                )
-        scales = self.stored.shape(stem + SCALE)
-        flat = len(scales) < 2 and 1 in grid  # (N,) for (N, 1); the package spreads (1, N) over columns
-        loose = not self._own and (flat or grid == (1, 1)) and math.prod(scales) == math.prod(grid)
-        divisor = self.stored.shape(stem + DIVISOR) if DIVISOR in types else (1,)
-        if (
-            0 in (rows, columns)
-            or (kind.columns is not None and columns % wide)
-            or math.prod(divisor) != 1
-            or not (scales == grid or loose)
-        ):
-            raise ArtifactError(
-                f"{self.folder}: the parts of {stem}weight have the shapes {(rows, columns)}, {scales} and {divisor}, "
-                f"which do not fit {self.kind.words}. {AGAIN}"
-            )
-
-    def value_of(self, name: str, weight: ScaledWeight) -> ScaledWeight:
-        """Hold values and scales against what engines may take for granted."""
-        factors, wrong, zeros = weight.factors(), None, name.removesuffix("weight") + ZEROS
-        if weight.scales.dtype == torch.uint8 and bool((weight.scales == NO_EXPONENT).any()):
-            wrong = "has scales that are no numbers"
-        elif not bool(factors.isfinite().all()) or (self._own and not bool((factors > 0).all())):
-            wrong = "has scales that are not finite" + (", or not above 0" if self._own else "")
-        elif weight.values.dtype == torch.float8_e4m3fn and not bool(weight.steps().isfinite().all()):
-            wrong = "has values that are no numbers"
-        elif zeros in self.parts and zeros in self.all and bool((self.stored.read(zeros).to(torch.float32) != 0).any()):
-            wrong = "has zero points, and config.json says that it is symmetric"
-        if wrong is not None:
-            raise ArtifactError(f"{self.folder}: the layer {name} {wrong}. {AGAIN}")
-        return weight
 
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
