@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trials import prepared
 
-from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.float import Checkpoint
 from quantkit.formats.gguf.reader import read_file
 from quantkit.formats.gguf.writer import write_file
 from quantkit.models.config import load_tokenizer

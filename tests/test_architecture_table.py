@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quantkit.errors import UnsupportedError
-from quantkit.formats.bitsandbytes.layers import replaced_layers
-from quantkit.formats.ctranslate2 import support
-from quantkit.formats.ctranslate2.names import FAMILIES
+from quantkit.formats.bitsandbytes import replaced_layers
+from quantkit.formats.ctranslate2 import architectures as support
+from quantkit.formats.ctranslate2.architectures import FAMILIES
 from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
 from quantkit.models.architectures import DENSE, MIXTURES, PROVEN
 from quantkit.models.skeleton import open_skeleton

@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", CHANGELOG, *sorted((ROOT 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 METHOD_FILES = ("quantkit/methods/mse.py", "tests/methods/test_mse.py", "docs/methods.md")
-FORMAT_FILES = ("quantkit/formats/row8/__init__.py", "tests/formats/test_row8.py", "docs/formats.md")
+FORMAT_FILES = ("quantkit/formats/row8.py", "tests/formats/test_row8.py", "docs/formats.md")
 
 
 @dataclass(frozen=True)

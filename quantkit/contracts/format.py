@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from quantkit.contracts.run import Checked, Run
 from quantkit.models.source import Source
@@ -28,6 +29,23 @@ if TYPE_CHECKING:
 
 Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight | ScaledWeight"  # what methods make
 Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # what formats give back
+
+
+class Content(Enum):
+    """What a method makes and a format holds."""
+
+    GROUPED_CODES = "grouped codes"  # GroupedWeight
+    SCALED_VALUES = "scaled values"  # ScaledWeight
+    MXFP4_VALUES = "mxfp4 values"  # ScaledWeight, in a grid that GGUF has, too
+    NORMAL_FLOAT = "normal float"  # NormalFloatWeight
+    FLOATS = "floats"
+    GGML_BLOCKS = "ggml blocks"
+    ENGINE_MODEL = "engine model"
+
+    @property
+    def of_linear_layers(self) -> bool:
+        """Whether the linear layers of transformers' model are quantized, and nothing else."""
+        return self not in (Content.FLOATS, Content.GGML_BLOCKS, Content.ENGINE_MODEL)
 
 
 @dataclass(frozen=True)
@@ -142,32 +160,52 @@ class Kind:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """How an engine loads the artifacts of a format.
+
+    `since` is the oldest version tried, `package` what must be importable beside the engine's own. `weights` are what
+    it holds in memory: dense ones, those of the file as they are ``packed``, where `packed_bits` are given with these
+    bits alone, or ``both``. refuse(artifact, dtype, device) raises EngineError for an artifact that it computes
+    wrongly.
+    """
+
+    since: str = ""
+    package: str = ""
+    weights: Literal["dense", "packed", "both"] = "dense"
+    packed_bits: tuple[str, ...] | None = None
+    refuse: Callable[[Artifact, str | None, str], None] = lambda _artifact, _dtype, _device: None
+
+    def stays_packed(self, bits: str | None) -> bool:
+        """Whether layers of an artifact with these bits are in memory as they are in the file."""
+        return self.weights == "packed" and (self.packed_bits is None or bits in self.packed_bits)
+
+
+@dataclass(frozen=True)
 class Format:
     """One kind of files.
 
-    `holds` names the kinds of what methods make that it can store; none: it is read as a source only. `engines` take
-    it, the one that its users run first.
-    recognizes(path) says whether a folder or file is of this kind. open(path, weight_files, config) reads: `config` is
-    the source's config.json, where it is known. check(source, skeleton, layout) refuses what the format cannot hold,
-    before any long work. writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a
-    file's parts is fixed, or its engine writes it.
-    open_quantized(path, weight_files, config) reads what other tools wrote, as a source; None where it cannot.
-    `kinds` are all that it holds. refusals(quantization) are reasons why engines cannot take a folder whose config.json
-    has this `quantization_config` (empty: none), by engine; `since` are the oldest versions tried with it, by engine.
-    `servers` load it, too, and quantkit only prints how they are started: arguments that their commands need, by name.
-    tells(artifact) is what the files themselves say of the recipe: `bits` and options of methods by name, each with all
-    values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError where a model of this
-    config.json has other tensors; None: transformers' model is asked, which takes torch.
-    prepared(source) is the source as the format's engines compute it: what they do not know is put into its weights.
-    `usage` is Markdown for the model card: how engines load FOLDER; {file} becomes the first weight file's name,
-    {transformers} the lines that load a folder with transformers. `library` is the hub's name of who loads it.
+    `holds` is what methods make that it can store; none: it is read as a source only. `loading` says how each engine
+    takes it, the one that its users run first. `servers` load it, too, and quantkit only prints how they are started:
+    arguments that their commands need, by name. recognizes(path) says whether a folder or file is of this kind.
+    open(path, weight_files, config) reads: `config` is the source's config.json, where it is known. check(source,
+    skeleton, layout) refuses what the format cannot hold, before any long work. writer(source, skeleton, run, layout)
+    takes tensors as they come; None where the order of a file's parts is fixed, or its engine writes it.
+    open_quantized(path, weight_files, config) reads what other tools wrote, as a source; None where it cannot. `kinds`
+    are all that it holds. refusals(quantization) are reasons why engines cannot take a folder whose config.json has
+    this `quantization_config` (empty: none), by engine. recorded_options(artifact) is what the files themselves say of
+    the recipe: `bits` and options of methods by name, each with all values that agree with the files.
+    refuse_tensors(config, shapes) raises ArtifactError where a model of this config.json has other tensors; None:
+    transformers' model is asked, which takes torch. prepared(source) is the source as the format's engines compute it:
+    what they do not know is put into its weights. `usage` is Markdown for the model card: how engines load FOLDER;
+    {file} becomes the first weight file's name, {transformers} the lines that load a folder with transformers.
+    `library` is the hub's name of who loads it.
     """
 
     name: str
     summary: str
     reference: str
-    holds: tuple[str, ...]
-    engines: tuple[str, ...]
+    holds: tuple[Content, ...]
+    loading: Mapping[str, Loading]
     recognizes: Callable[[Path], bool]
     open: Callable[[Path, tuple[str, ...], dict[str, Any]], TensorReader]
     check: Callable[[Source, Skeleton, Layout], Checked] | None = None
@@ -176,13 +214,21 @@ class Format:
     weight_files: tuple[str, ...] = ("*.safetensors",)
     kinds: tuple[Kind, ...] = (Kind("any"),)
     refusals: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda _quantization: {}
-    since: Mapping[str, str] = field(default_factory=dict)
     servers: Mapping[str, str] = field(default_factory=dict)
-    tells: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}
+    recorded_options: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}
     refuse_tensors: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], None] | None = None
     prepared: Callable[[Source], Source] = lambda source: source
     usage: str = ""
     library: str = "transformers"
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The names of the engines that take it."""
+        return tuple(self.loading)
+
+    def loaded_by(self, engine: str) -> Loading:
+        """How an engine loads it; of one that does not take it nothing is known."""
+        return self.loading.get(engine, Loading())
 
     @property
     def keeps(self) -> bool:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quantkit.artifact import CalibrationEntry
-from quantkit.contracts.format import Format, Layout, TensorWriter
+from quantkit.contracts.format import Content, Format, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.contracts.shared_writer import following, shared
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
@@ -98,8 +98,8 @@ class Choice:
 class Method:
     """A way to quantize. It knows no file: what it makes goes to the job's format.
 
-    `makes` names the kind of what it makes: every format that holds this kind can be written, `default_format` where
-    none is asked for. With some bits it makes another kind, or has another default format: `other_kinds` gives both.
+    Every format that holds what it `makes` can be written, `default_format` where none is asked for. With some bits it
+    makes something else, or has another default format: `other_kinds` gives both.
     refuse_config(config) gives the reason why no model of this config.json can be taken, where the file alone tells it,
     without torch or transformers. check(job) refuses what cannot work, before any long work.
     write(job, run) makes the tensors and gives them to the format's writer, which writes into run.folder.
@@ -118,7 +118,7 @@ class Method:
     bits: tuple[str, ...]
     default_bits: str
     Options: type[Strict]
-    makes: str
+    makes: Content
     default_format: str
     check: Callable[[Job], Checked]
     write: Callable[[Job, Run], None]
@@ -127,14 +127,14 @@ class Method:
     needs_torch: Callable[[Any], bool] = lambda _options: True
     peak_memory: Callable[[Job, Shapes], PeakMemory] | None = None
     refuse_config: Callable[[Mapping[str, Any]], str | None] = lambda _config: None
-    other_kinds: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    other_kinds: Mapping[str, tuple[Content, str]] = field(default_factory=dict)
     bits_of: Callable[[Source], str | None] = lambda _source: None
     refuse_ranks: Callable[[Job], str | None] = lambda _job: "it is done by one"
     choice: Choice | None = None
     records: tuple[str, ...] = ()
 
-    def kind_of(self, bits: str | None) -> tuple[str, str]:
-        """The kind of what it makes with these bits (None: the default), and the default format of that kind."""
+    def kind_of(self, bits: str | None) -> tuple[Content, str]:
+        """What it makes with these bits (None: the default), and the default format for that."""
         return self.other_kinds.get(bits or self.default_bits, (self.makes, self.default_format))
 
     def parse_bits(self, bits: str | int | None) -> str:

@@ -1,9 +1,8 @@
 """The registry: methods, formats, engines and probes are what lies in four folders; each holds one record.
 
-`quantkit/methods/NAME.py` holds `METHOD`, `quantkit/formats/NAME/` holds `FORMAT`, `quantkit/engines/NAME.py` holds
-`ENGINE`, `quantkit/probes/NAME.py` holds `PROBE`. The name of the file or folder is the name everywhere: in recipes, on
-the command line, in the docs; an underscore in it is a dash there. What begins with one is shared code; formats are
-folders only.
+`quantkit/methods/NAME.py` holds `METHOD`, `quantkit/formats/NAME.py` or a folder `FORMAT`, `quantkit/engines/NAME.py`
+`ENGINE`, `quantkit/probes/NAME.py` `PROBE`. The name of the file or folder is the name everywhere: in recipes, on the
+command line, in the docs; an underscore in it is a dash there. What begins with one is shared code.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from quantkit.contracts.probe import Probe
 from quantkit.errors import RecipeError, near_miss
 from quantkit.system.modules import importing
 
+OPENER = "source"  # formats/source.py opens what users name: no format
+
 
 @cache
 def _names(folder: str) -> tuple[str, ...]:
@@ -28,7 +29,7 @@ def _names(folder: str) -> tuple[str, ...]:
         sorted(
             module.name.replace("_", "-")
             for module in pkgutil.iter_modules(package.__path__)
-            if not module.name.startswith("_") and (module.ispkg or folder != "formats")
+            if not module.name.startswith("_") and module.name != OPENER
         )
     )
 

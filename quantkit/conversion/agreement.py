@@ -52,7 +52,7 @@ def open_format(artifact: Artifact) -> Format:
         raise _damaged(artifact, str(error)) from None
     makes, _ = method.kind_of(manifest.recipe.bits)
     if makes not in kind.holds:
-        raise _damaged(artifact, f"the method {method.name} makes {makes}, and {kind.name} holds none")
+        raise _damaged(artifact, f"the method {method.name} makes {makes.value}, and {kind.name} holds none")
     if not kind.recognizes(artifact.folder):
         raise _damaged(artifact, f"it says that the files are {kind.name}, and they are not")
     _refuse_options(artifact, method)
@@ -67,7 +67,7 @@ def refuse_disagreement(artifact: Artifact, kind: Format, reader: TensorReader) 
     if (types := dict(reader.types())) != manifest.tensor_types:
         raise _damaged(artifact, f"it counts {_counted(manifest.tensor_types)}, and the files hold {_counted(types)}")
     told = {"bits": manifest.recipe.bits or method.default_bits, **manifest.options}
-    for name, values in kind.tells(artifact).items():
+    for name, values in kind.recorded_options(artifact).items():
         if name in told and not any(_same(told[name], value) for value in values):
             found = " or ".join(map(shown, values))
             raise _damaged(artifact, f"{name} is {shown(told[name])} there, and the files say {found}")

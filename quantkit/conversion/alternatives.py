@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from quantkit.calibration.tokens import context_notes
+from quantkit.contracts.format import Content
 from quantkit.contracts.method import Job, Method
 from quantkit.contracts.registry import find_format, methods
 from quantkit.errors import QuantkitError
@@ -37,7 +38,7 @@ def alternatives_to(job: Job, but: str = "", walked: bool = False) -> str:
 
 def hint(job: Job, but: str, walked: bool = False) -> str:
     """The sentence of `alternatives_to`, found in this process."""
-    others = [method for name, method in methods().items() if name != but and method.makes != "floats"]
+    others = [method for name, method in methods().items() if name != but and method.makes is not Content.FLOATS]
     names = [f"{method.name}:{bits}" for method in others if (bits := _accepted_bits(method, job, walked))]
     if not names:
         return "No other method takes this model."

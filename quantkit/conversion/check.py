@@ -11,6 +11,7 @@ import numpy as np
 
 from quantkit.calibration.tokens import context_notes, draw_tokens
 from quantkit.checkpoints.side_files import GENERATION, VOCABULARIES
+from quantkit.contracts.format import Content
 from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.conversion.alternatives import alternatives_to
@@ -184,7 +185,7 @@ def _source_notes(source: Source) -> tuple[str, ...]:
 def _untested_notes(job: Job) -> tuple[str, ...]:
     """That nobody has tried an architecture with a method that takes any."""
     kind = job.source.architecture
-    if kind in PROVEN or job.method.makes in ("floats", "ggml blocks", "engine model"):
+    if kind in PROVEN or not job.method.makes.of_linear_layers:
         return ()
     return (
         f"the architecture {shown(kind)} is untested: it is taken as transformers describes it, and no test holds it "
@@ -194,7 +195,7 @@ def _untested_notes(job: Job) -> tuple[str, ...]:
 
 def _left_alone_notes(job: Job) -> tuple[str, ...]:
     """That some layers are not quantized although their shapes would allow it."""
-    if not job.method.needs_torch(job.options) or job.method.makes in ("floats", "ggml blocks", "engine model"):
+    if not job.method.needs_torch(job.options) or not job.method.makes.of_linear_layers:
         return ()
     names = job.skeleton.left_alone()
     if not names:
@@ -251,7 +252,7 @@ def _with_leftovers(job: Job) -> Job:
     idle, useless, beside = leftovers(source, job.skeleton)
     if not idle and not useless and not beside:
         return job
-    if job.method.makes == "floats":
+    if job.method.makes is Content.FLOATS:
         useless, beside = [], [*useless, *beside]
     told = [_rest_note(source, {source.published(name): name for name in useless}, USELESS)] if useless else []
     held, notes = _passed_through(job, {source.published(name): name for name in beside})

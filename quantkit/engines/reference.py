@@ -34,7 +34,7 @@ from quantkit.system.device import find_device
 from quantkit.untrusted import told
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-CODES = ("gptq", "awq", "compressed-tensors")  # formats whose layers torch's int4 kernel takes
+INT4_BITS = ("2", "3", "4")  # of codes that torch's int4 kernel takes, which computes in bfloat16
 Value: TypeAlias = torch.Tensor | GroupedWeight | ScaledWeight
 
 
@@ -210,8 +210,8 @@ def _holds(holding: Holding, dtype: str | None) -> int:
     """Codes take a byte a weight, where their layers are not dense, and scales some more."""
     item = DTYPES[dtype or "bfloat16"].itemsize
     inside = holding.parameters - holding.outside
-    kernel = holding.format in CODES and holding.bits in ("2", "3", "4") and item == 2
-    each = 1.25 if kernel or (holding.format == "compressed-tensors" and holding.bits == "8") else item
+    packed = find_format(holding.format).loaded_by(ENGINE.name).stays_packed(holding.bits)
+    each = 1.25 if packed and (item == 2 or holding.bits not in INT4_BITS) else item
     return int(inside * each) + holding.outside * item
 
 

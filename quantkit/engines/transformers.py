@@ -9,38 +9,27 @@ from typing import Any
 
 import torch
 
-from quantkit.artifact import Artifact
-from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
-from quantkit.contracts.stored import NamedReader, open_stored
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
-from quantkit.formats.bitsandbytes import NormalFloatReader
-from quantkit.formats.bitsandbytes.layers import FOR_CARDS, computed_by_processors, has_bfloat16_units
 from quantkit.models.skeleton import load_whole
 from quantkit.models.text_half import is_multimodal
-from quantkit.models.unfuse import expert_of
 from quantkit.system.device import find_device
 from quantkit.untrusted import read_object, told
 
 DTYPES = ("bfloat16", "float16", "float32")
-# What transformers needs beside it to load a format; quantkit's extra has the format's name.
-PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
-# Layouts of compressed-tensors whose weights its package dequantizes to bfloat16, whatever the model computes in.
-ONLY_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
-MISREAD_EXPERTS = ("int-quantized", "nvfp4-pack-quantized")  # by transformers 5.23 with compressed-tensors 0.20
 
 
 def _load(model: Model, spec: LoadSpec) -> TorchModel:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if (package := PACKAGES.get(model.format)) is not None:
+    if package := find_format(model.format).loaded_by(ENGINE.name).package:
         try:
             import_module(package)
         except ImportError as error:
-            raise missing_package(package, model.format, error) from None
+            raise missing_package(package, model.format, error) from None  # its extra has the format's name
     _refuse_misread(model, spec.dtype, spec.device)
     torch.set_num_threads(spec.threads)
     device = None if spec.device == "cpu" else spec.device
@@ -76,37 +65,8 @@ def _config_of(model: Model) -> dict[str, Any]:
 
 def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
     """Raise EngineError for artifacts whose layers would be computed wrongly, or not at all."""
-    if model.artifact is None:
-        return
-    if model.format == "bitsandbytes" and device == "cpu":
-        _refuse_misfits(model.artifact)
-    stored = _config_of(model).get("quantization_config")
-    kind = stored.get("format") if isinstance(stored, dict) else None
-    if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
-        raise EngineError(
-            f"{model.folder}: compressed-tensors makes bfloat16 of {kind}, and the engine transformers cannot compute "
-            f"it in {dtype}. Leave --dtype out, or judge with --engine reference."
-        )
-    if kind in MISREAD_EXPERTS:
-        names = StoredTensors(model.folder, model.artifact.manifest.weight_files).names()
-        if expert := next((name for name in names if expert_of(name)), None):
-            raise EngineError(
-                f"{model.folder}: transformers stacks experts, and reads those of {kind}, such as {expert}, wrongly or "
-                "not at all. Judge with --engine reference."
-            )
-
-
-def _refuse_misfits(artifact: Artifact) -> None:
-    reader = open_stored(artifact, find_format(artifact.manifest.format))
-    assert isinstance(reader, NormalFloatReader | NamedReader)
-    units = has_bfloat16_units()
-    for name in reader.names():
-        shape = reader.quantized_shape(name)
-        if shape is not None and not computed_by_processors(shape[0], shape[1], units):
-            raise EngineError(
-                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {FOR_CARDS}. Judge with "
-                "--engine reference."
-            )
+    if model.artifact is not None:
+        find_format(model.format).loaded_by(ENGINE.name).refuse(model.artifact, dtype, device)
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
@@ -131,11 +91,11 @@ def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None
 
 
 def _holds(holding: Holding, dtype: str | None) -> int:
-    if holding.format == "bitsandbytes":
+    loading = find_format(holding.format).loaded_by(ENGINE.name)
+    if loading.stays_packed(holding.bits):
         return holding.weight_bytes
     item = 4 if (dtype or holding.dtype) == "float32" else 2
-    # compressed-tensors makes dense weights of the codes, which are there until then.
-    return holding.parameters * item + (holding.weight_bytes if holding.format == "compressed-tensors" else 0)
+    return holding.parameters * item + (holding.weight_bytes if loading.weights == "both" else 0)
 
 
 ENGINE = Engine(

@@ -1,12 +1,15 @@
-"""Checkpoints of grouped integer codes, the codes of a layer beside its scales and zero points in safetensors.
+"""Layouts of grouped integer codes (GPTQ's, AWQ's, compressed-tensors'): what they hold, and their one reader.
 
-What GPTQ's, AWQ's and compressed-tensors' layouts have in common. What they differ in is a Packing each.
+What such a layout is made of is a `GroupedPacking`. Its output head may be codes, too: it is rounded to the nearest
+code, its scales searched for the least squared error, some rows at a time. Embeddings stay in 16 bits: transformers
+5.23 loads none that are packed, and vLLM 0.32 none that are not.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+import copy
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,36 +17,332 @@ from typing import Any
 
 import torch
 
+from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.checkpoints.writer import open_writer
-from quantkit.contracts.format import Layout, TensorWriter, Written
+from quantkit.contracts.format import Kind, Layout, Loading
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError, ValuesError
-from quantkit.formats._grouped_layout import AGAIN, OTHERS, LayerShape, Packing
-from quantkit.formats._head import add_head, head_notes, refuse_head
-from quantkit.formats._quantization_config import quantization_of, untouched
-from quantkit.formats._source_settings import layer_overrides, source_settings
-from quantkit.formats._vllm import tensor_parallel_notes
-from quantkit.models.skeleton import (
-    Skeleton,
-    linears_to_quantize,
-    refuse_shapes,
-    rows_of,
-    source_name,
-    stack_of,
-    stacks,
+from quantkit.formats._layers import (
+    AGAIN,
+    SCALE_TYPES,
+    LayerReader,
+    LayerWriter,
+    Packing,
+    Parts,
+    StoredLayer,
+    refuse_stacked,
+    several_kinds,
+    write_layers,
 )
+from quantkit.formats._quantization_config import (
+    Untouched,
+    layer_overrides,
+    quantization_of,
+    refuse_other_dtypes,
+    source_quantization,
+    untouched,
+)
+from quantkit.formats._vllm import GROUP_SIZES, tensor_parallel_notes
+from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of, weight_name
 from quantkit.models.source import Source
-from quantkit.numerics.casting import cast_finite
+from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.untrusted import shown, whole_number
 
-GROUP_SIZES = (128, 64, 32)
-DTYPE = torch.float16  # of everything that is not quantized
-LARGEST_SCALE = torch.finfo(DTYPE).max  # where numerics/grid.py cuts scales off
-PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
-SCALE_TYPES = {"float16", "bfloat16", "float32"}
 MOST_COLUMNS = 1 << 24  # of a group
+LARGEST_SCALE = torch.finfo(torch.float16).max  # where numerics/grid.py cuts scales off
+OTHERS = ""  # stands for all layers without a name of their own
+IN_REFERENCE = Loading(weights="packed", packed_bits=("2", "3", "4"))  # codes that torch's int4 kernel takes
+NEEDS_GPTQMODEL = "transformers loads it with the package gptqmodel, which quantkit does not start"
+HEAD = "lm_head"  # by this name readers look for an output head
+HEAD_UNIT = 64  # rows to which vLLM 0.32 fills up a head, which it cannot where they are codes
+HEAD_HOLDERS = "compressed-tensors with codes holds one of 4 or 8 bits, gptq one of the layers' bits"
+PIECE = 1 << 22  # values of a head that are rounded at a time
+ROW_UNIT = 32  # of a piece: zero points of so many rows fill whole words
+
+
+class GroupedPacking(Packing[GroupedWeight]):
+    """One layout. Here are the parts of GPTQ and AWQ, where codes and scales are (K, N); compressed-tensors has (N, K).
+
+    `order` is the part that tells which group each column belongs to. `orders_columns`: it is written; `least_zero`:
+    the smallest zero point that can be stored; `tells_symmetry`: config.json says whether all zero points are in the
+    middle.
+    """
+
+    holds = GroupedWeight
+    name: str
+    codes, scales = "qweight", "scales"
+    marks = ("qweight",)
+    transposed = True
+    order: str | None = None
+    orders_columns = False
+    least_zero = 0
+    tells_symmetry = True
+    # What config.json says of the folder that is read.
+    _own: bool
+    _bits: int
+    _groups: tuple[int, ...]
+    _symmetric: object
+    _ordered: object
+    _layer_bits: Mapping[str, int]
+
+    @abstractmethod
+    def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The parts of a layer with weight (N, K) and G scales a row, each with its dtype and shape."""
+
+    @abstractmethod
+    def pack_codes(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
+        """The parts of a layer but for its scales."""
+
+    @abstractmethod
+    def unpack_codes(self, parts: Parts, bits: int) -> torch.Tensor:
+        """The codes (N, K) uint8 of a layer."""
+
+    @abstractmethod
+    def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
+        """The zero points (N, G) uint8 of a layer; none of its codes need be there."""
+
+    @abstractmethod
+    def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
+        """config.json's `quantization_config`; it names what is `untouched` where readers would not find that out."""
+
+    def pack(self, weight: GroupedWeight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
+        if bool((weight.scales.abs() >= LARGEST_SCALE).any()):
+            raise ValuesError(
+                f"{what} has values beyond what {weight.bits}-bit codes with float16 scales reach "
+                f"(about {LARGEST_SCALE * (1 << weight.bits - 1):g}). Rescale the checkpoint, or take the method nf4 "
+                "or bits BF16 of gguf."
+            )
+        return self.pack_codes(weight, layout) | self.pack_scales(weight.scales)
+
+    def pack_scales(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {self.scales: (scales.T if self.transposed else scales).contiguous().to(torch.float16)}
+
+    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
+        codes, scales = self.unpack_codes(parts, bits), parts[self.scales]
+        scales = scales.T.contiguous() if self.transposed else scales
+        zeros = self.unpack_zeros(parts, bits, *scales.shape)
+        return GroupedWeight(codes, scales, zeros, self.groups(parts, codes.shape[1], scales.shape[1]), bits)
+
+    def groups(self, parts: Parts, columns: int, count: int) -> torch.Tensor:
+        """(K,) int64 the group of each column: as the part `order` says, else `count` groups side by side."""
+        if self.order is not None and self.order in parts:
+            return parts[self.order].to(torch.int64)
+        return contiguous_groups(columns, columns // count)
+
+    def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The parts of a layer of those of its rows, some at a time."""
+        rows = 1 if self.transposed else 0
+        return {
+            part: first if part == self.order else torch.cat([piece[part] for piece in pieces], rows)
+            for part, first in pieces[0].items()
+        }
+
+    def size(self, layer: StoredLayer, bits: int) -> tuple[int, int, int]:
+        """N, K and G of a layer; raises ArtifactError where its parts do not tell."""
+        codes, (groups, rows) = layer.matrix(self.codes), layer.matrix(self.scales)
+        return rows, codes[0] * 32 // bits, groups
+
+    def refusal(self, _name: str, _rows: int, _columns: int, _bits: int) -> str | None:
+        """The reason why words cannot hold a layer, or None."""
+        return None
+
+    def head_bits(self, _layout: Layout) -> tuple[int, ...]:
+        """Bits that an output head may have beside the layers of a layout; none where readers find no codes there."""
+        return ()
+
+    def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
+        return quantization
+
+    def layer_bits(self, _quantization: Mapping[str, Any]) -> Mapping[str, int]:
+        """The bits of layers by name in a `quantization_config` that we wrote; `OTHERS` are all that it names not.
+
+        Empty where it says one number for all. Raises ArtifactError for another one than we write.
+        """
+        return {}
+
+    def stored_bits(self, _layer: StoredLayer, bits: int) -> int:
+        """The bits of a layer of another tool's, where config.json says `bits`."""
+        return bits
+
+    def variant(self, _quantization: Mapping[str, Any]) -> GroupedPacking:
+        """The layout of another tool's `quantization_config`; raises ArtifactError for one that is not known."""
+        return self
+
+    def notes(self, _layout: Layout) -> tuple[str, ...]:
+        """Remarks for the user."""
+        return ()
+
+    def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
+        """This layout as the `quantization_config` of a folder says it, by default config.json's.
+
+        `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is
+        plain. Raises ArtifactError for settings that mean nothing.
+        """
+        where = "config.json: quantization_config"
+        if quantization is None:
+            where, quantization = (where, quantization_of(folder)) if own else source_quantization(folder)
+            quantization = quantization or {}
+        made = copy.copy(self if own else self.variant(quantization))
+        made._own, settings, where = own, made.settings(quantization), f"{folder}/{where}"
+        bits = whole_number(settings, "bits", min(self.bits), max(self.bits), where, ArtifactError)
+        if bits not in self.bits:
+            raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
+        group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError)
+        if group == 0:
+            raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
+        overrides = [] if own else layer_overrides(quantization)
+        sizes = [whole_number(other, "group_size", -1, MOST_COLUMNS, where, ArtifactError) for other in overrides]
+        first = -1 if group is None else group
+        made._bits = bits
+        made._groups = (first, *(size for size in dict.fromkeys(sizes) if size not in (None, 0, first)))
+        # Where layers differ, their tensors alone say it.
+        made._symmetric, made._ordered = (
+            settings.get(name) if all(other.get(name, settings.get(name)) == settings.get(name) for other in overrides)
+            else None
+            for name in ("sym", "desc_act")
+        )  # fmt: skip
+        made._layer_bits = made.layer_bits(quantization) if own else {}
+        return made
+
+    @property
+    def key(self) -> tuple[int, int, bool, bool]:
+        """Bits and group size as config.json says them, and whether codes are symmetric and columns in an order."""
+        return self._bits, self._groups[0], self._symmetric is True, self._ordered is True
+
+    def bits_of(self, layer: StoredLayer) -> int:
+        """As config.json says; of other tools' files as the tensors do, where the layout tells."""
+        if not self._own:
+            return self.stored_bits(layer, self._bits)
+        name = layer.stem[:-1]
+        bits = self._layer_bits.get(name, self._layer_bits.get(OTHERS)) if self._layer_bits else self._bits
+        if bits is None:
+            raise ArtifactError(f"{layer.folder / 'config.json'} names no bits of the layer {name}. {AGAIN}")
+        return bits
+
+    def shape(self, layer: StoredLayer) -> tuple[int, int]:
+        return self.size(layer, self.bits_of(layer))[:2]
+
+    def called(self, layers: Iterable[StoredLayer]) -> str:
+        kinds = self._kinds(layers)
+        bits, groups = (" and ".join(map(str, sorted(set(each)))) for each in zip(*kinds, strict=True))
+        return f"{self.name}, {bits} bits, {'whole rows' if groups == '-1' else f'groups of {groups}'}"
+
+    def _kinds(self, layers: Iterable[StoredLayer]) -> set[tuple[int, int]]:
+        """Bits and columns of a group: of the sizes that a layer may have, the one that its parts fit."""
+        found = set()
+        for layer in layers:
+            bits, fitting = self.bits_of(layer), list(self._groups)
+            if fitting[1:]:
+                _, columns, groups = self.size(layer, bits)
+                fitting = [size for size in fitting if groups * (columns if size == -1 else size) == columns]
+            found.add((bits, (fitting or self._groups)[0]))
+        return found or {(self._bits, self._groups[0])}
+
+    def layout(self, layers: Sequence[StoredLayer]) -> Layout:
+        """Symmetry, order of columns and least zero point as the tensors have them.
+
+        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers, and UnsupportedError where
+        layers differ in their bits or in the columns of a group.
+        """
+        if len(kinds := self._kinds(layers)) > 1:
+            raise several_kinds(layers[0].folder, self.called(layers))
+        ((bits, group),) = kinds
+        symmetric, ordered, least = True, False, 1 << bits
+        for layer in layers:
+            self.refuse_parts(layer)
+            rows, columns, groups = self.size(layer, bits)
+            parts = layer.read(part for part in self.parts if part != self.codes)
+            scales, half = parts[self.scales], parts[self.scales].to(torch.float16)
+            if not half.to(scales.dtype).equal(scales) or bool((half == 0).any()):
+                what = "has scales that are 0 or no float16 numbers"
+                raise ArtifactError(f"{layer.folder}: the layer {layer.name} {what}")
+            zeros = self.unpack_zeros(parts, bits, rows, groups)
+            symmetric = symmetric and bool((zeros == 1 << (bits - 1)).all())
+            least = min(least, int(zeros.min()))
+            plain = contiguous_groups(columns, columns // groups)
+            ordered = ordered or not self.groups(parts, columns, groups).equal(plain)
+        return Layout(bits, group, symmetric, ordered, least_zero=least)
+
+    def refuse_parts(self, layer: StoredLayer) -> None:
+        folder, shapes, bits = layer.folder, {part: layer.shape(part) for part in layer.parts}, self.bits_of(layer)
+        told = f"{folder}: the parts of {layer.name} have the shapes {shapes}"
+        if self.scales not in shapes or any(0 in shape for shape in shapes.values()):
+            raise ArtifactError(f"{told}. {AGAIN}")
+        rows, columns, groups = self.size(layer, bits)
+        _, _, symmetric, ordered = self.key
+        want = self.stored(rows, columns, groups, Layout(bits, -1, symmetric, ordered))
+        if not self._own and self.orders_columns and (not ordered or groups == 1):
+            # An order that is plain need not be there.
+            want = {part: kind for part, kind in want.items() if part in shapes or part != self.order}
+        if missing := sorted(want.keys() - shapes.keys()):
+            raise ArtifactError(f"{folder} lacks the tensor {layer.stem + missing[0]}. {AGAIN}")
+        for part, (kind, _) in want.items():
+            types = {kind} if self._own or part != self.scales else SCALE_TYPES
+            if (dtype := layer.dtype(part)) not in types:
+                raise ArtifactError(f"{folder}: {layer.stem + part} is {dtype}, not {kind}. {AGAIN}")
+        if reason := self.refusal(layer.name, rows, columns, bits):
+            raise ArtifactError(f"{folder}: {reason}. {AGAIN}")
+        sizes = [columns if size == -1 else size for size in self._groups]
+        if shapes != {part: shape for part, (_, shape) in want.items()} or columns not in [groups * n for n in sizes]:
+            known = " or ".join(map(str, sizes))
+            raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
+
+    def value(self, layer: StoredLayer, weight: GroupedWeight) -> GroupedWeight:
+        """Hold scales, zero points and the order of columns against what engines may take for granted."""
+        wrong, groups = None, weight.scales.shape[1]
+        if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
+            wrong = "has scales that are 0 or not finite"
+        elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
+            wrong = f"has columns of other groups than its {groups}"
+        elif self._symmetric is True and not bool((weight.zeros == 1 << (weight.bits - 1)).all()):
+            wrong = "is not symmetric, and config.json says it is"
+        elif self._ordered is False and not weight.g_idx.equal(
+            contiguous_groups(weight.shape[1], weight.shape[1] // groups)
+        ):
+            wrong = "has groups of columns that do not lie side by side, and config.json says they do"
+        if wrong is not None:
+            raise ArtifactError(f"{layer.folder}: the layer {layer.name} {wrong}. {AGAIN}")
+        return weight
+
+
+def open_grouped(
+    packing: GroupedPacking, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True
+) -> LayerReader:
+    """The tensors of a folder with this layout; `own`: quantkit wrote it."""
+    return LayerReader(folder, files, [packing.of_folder(folder, own)])
+
+
+def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
+    """What a layout holds, as engines tell it apart."""
+    found = []
+    for bits in packing.bits:
+        for symmetric in (True, False) if packing.tells_symmetry else (False,):
+            for ordered in (False, True) if packing.orders_columns else (False,):
+                words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
+                layout = Layout(bits, 128, symmetric, ordered)
+                only = {"vllm": "cards"} if bits == 8 else {}  # its CPU build has no kernel
+                found.append(Kind(str(bits), words, packing.quantization(layout, Untouched()), only))
+    return tuple(found)
+
+
+def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
+    """What a layout holds that says the bits of each layer: mixes of those that engines multiply with, and others."""
+    found = []
+    for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
+        layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
+        only = {"vllm": "cards"}  # its CPU build has a kernel for 4 bits alone
+        found.append(Kind("auto", f"symmetric, {words}", packing.quantization(layout, Untouched()), only))
+    return tuple(found)
+
+
+def usage(packages: str, vllm: str = "vLLM") -> str:
+    """How vLLM loads a folder, and transformers with some packages, for the model card."""
+    return (
+        f"\n{vllm}:\n\n```bash\nvllm serve FOLDER\n```\n\n"
+        f"transformers, with `pip install {packages}`:\n\n{{transformers}}\n"
+    )
 
 
 def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
@@ -67,7 +366,7 @@ def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, i
     return group_size
 
 
-def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     """Refuse models and shapes that the layout cannot hold; resolve the group size, and count the bytes."""
     if unheld := [bits for bits in layout.every_bits if bits not in packing.bits]:
         known = ", ".join(map(str, packing.bits))
@@ -78,8 +377,6 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     if layout.column_order and not packing.orders_columns:
         raise RecipeError(f"the format {packing.name} cannot say which columns form a group: leave desc_act out")
     refuse_shapes(source, skeleton)
-    if reason := packing.model_refusal(source, skeleton):
-        raise UnsupportedError(reason)
     linears = linears_to_quantize(source, skeleton)
     refuse_stacked(source, skeleton)
     group_size = resolve_group_size(layout.group_size, linears)
@@ -95,311 +392,108 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     notes = [*packing.notes(layout), *tensor_parallel_notes(linears, group_size)]
     plan = replace(layout, group_size=group_size, least_zero=packing.least_zero)
     if layout.head_bits is not None:
-        notes += head_notes(source, skeleton, packing, plan)
+        notes += _head_notes(source, skeleton, packing, plan)
     return Checked(nbytes, {"group_size": group_size}, tuple(notes), plan)
 
 
-def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
-    """Raise UnsupportedError where weights stay stacked."""
-    if stacked := stacks(skeleton):
+def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout) -> None:
+    """Raise RecipeError, UnsupportedError for a head that the format `holder`, which has `known` bits, cannot hold."""
+    if layout.head_bits is None:
+        return
+    if layout.head_bits not in known:
+        has = f"bits {' and '.join(map(str, known))}" if known else "no quantized output head"
+        raise RecipeError(
+            f"head_bits = {layout.head_bits}: the format {holder} has {has} here. Leave head_bits out; {HEAD_HOLDERS}"
+        )
+    model = skeleton.model
+    layer = model.get_output_embeddings()
+    if layer.weight is model.get_input_embeddings().weight:
         raise UnsupportedError(
-            f"the architecture {source.architecture!r} keeps weights stacked ({stacked[0]}) in a way that is not "
-            "known, and this layout cannot hold them so"
+            f"head_bits: the output head of {source.model} is tied to its embedding, which no reader of {holder} finds "
+            "quantized. The method gguf quantizes both, with its token_embedding_type"
+        )
+    name = weight_name(model, layer)
+    if type(layer).__name__ != "Linear" or name != f"{HEAD}.weight":
+        raise UnsupportedError(
+            f"head_bits: the output head of {source.architecture!r} is {name}, a {type(layer).__name__}, and where "
+            f"{holder} is read it is sought as the Linear {HEAD}.weight"
         )
 
 
-class GroupedReader:
-    """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored.
+def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, layout: Layout) -> list[str]:
+    """What the head has in bits, how much it is, and who cannot load it.
 
-    `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is plain.
-    `quantization`: the `quantization_config` to read by, where that is not config.json's. `others`: names of tensors
-    that are parts of layers of another kind.
+    Raises UnsupportedError for sides that words cannot hold.
     """
-
-    def __init__(
-        self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True,
-        quantization: Mapping[str, Any] | None = None, others: Collection[str] = (),
-    ) -> None:  # fmt: skip
-        where = "config.json: quantization_config"
-        if quantization is None:
-            where, quantization = (where, quantization_of(folder)) if own else source_settings(folder)
-            quantization = quantization or {}
-        self._packing = packing = packing if own else packing.variant(quantization)
-        self._folder, self._stored, self._own = folder, StoredTensors(folder, files), own
-        self._all = set(self._stored.names()) - set(others)
-        self._settings = settings = packing.settings(quantization)
-        where = f"{folder}/{where}"
-        bits = whole_number(settings, "bits", min(packing.bits), max(packing.bits), where, ArtifactError)
-        if bits not in packing.bits:
-            raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
-        self._bits = bits
-        group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError)
-        if group == 0:
-            raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
-        self._group = -1 if group is None else group
-        overrides = [] if own else layer_overrides(quantization)
-        sizes = [whole_number(other, "group_size", -1, MOST_COLUMNS, where, ArtifactError) for other in overrides]
-        self._groups = (self._group, *(size for size in dict.fromkeys(sizes) if size not in (None, 0, self._group)))
-        for name in ("sym", "desc_act"):  # where layers differ, their tensors alone say it
-            if any(other.get(name, settings.get(name)) != settings.get(name) for other in overrides):
-                self._settings = {**self._settings, name: None}
-        self._layer_bits = packing.layer_bits(quantization) if own else {}
-        beside = set(packing.parts) - {packing.codes}
-        for name in sorted(self._all):
-            stem, _, leaf = name.rpartition(".")
-            if leaf in beside and f"{stem}.{packing.codes}" not in self._all:
-                raise ArtifactError(f"{folder} has {name} without its {packing.codes}. {AGAIN}")
-
-    def names(self) -> list[str]:
-        """The tensors' names in the source."""
-        return _source_names(self._packing, sorted(self._all))
-
-    def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        """One of them; raises ArtifactError for parts that do not belong together."""
-        if self._is_quantized(name):
-            self._refuse_parts(name.removesuffix("weight"))
-        value = _read(self._packing, self._bits_of(name), self._all, self._stored.read, name)
-        if isinstance(value, GroupedWeight):
-            self._refuse_values(name, value)
-        return value
-
-    def types(self) -> Mapping[str, int]:
-        """Layers by the bits of their codes, and dense tensors by their type."""
-        return Counter(self.type_of(name) for name in self.names())
-
-    def type_of(self, name: str) -> str:
-        """The bits of a layer's codes, or the type of a dense tensor."""
-        return f"int{self._bits_of(name)}" if self._is_quantized(name) else self._stored.dtype(name)
-
-    @property
-    def kind(self) -> tuple[int, int, bool, bool]:
-        """Bits and group size as config.json says them, and whether codes are symmetric and columns in an order."""
-        symmetric, ordered = (self._settings.get(name) is True for name in ("sym", "desc_act"))
-        return self._bits, self._group, symmetric, ordered
-
-    def fits(self, name: str) -> object:
-        """What a layer's values depend on: its bits; None where its parts are not as config.json says."""
-        try:
-            self._refuse_parts(name.removesuffix("weight"))
-        except ArtifactError:
-            return None
-        return self._bits_of(name)
-
-    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
-        if not self._is_quantized(name):
-            return None
-        return self._packing.size(self._stored, name.removesuffix("weight"), self._bits_of(name))[:2]
-
-    def quantization(self) -> str:
-        """Format, bits and groups."""
-        kinds = set(map(self._kind_of, self._layers())) or {(self._bits, self._group)}
-        bits = " and ".join(map(str, sorted({bits for bits, _ in kinds})))
-        groups = " and ".join(map(str, sorted({group for _, group in kinds})))
-        return f"{self._packing.name}, {bits} bits, {'whole rows' if groups == '-1' else f'groups of {groups}'}"
-
-    def layout(self) -> Layout:
-        """What would hold these codes; symmetry, order of columns and least zero point as the tensors have them.
-
-        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers, and UnsupportedError where
-        layers differ in their bits or in the columns of a group.
-        """
-        kinds = {self._kind_of(name) for name in self._layers()} or {(self._bits, self._group)}
-        if len(kinds) > 1:
-            raise UnsupportedError(
-                f"{self._folder} has layers of several kinds ({self.quantization()}), and keep writes one kind only"
-            )
-        ((bits, group),) = kinds
-        symmetric, ordered, least = True, False, 1 << bits
-        for name in self.names():
-            if (shape := self.quantized_shape(name)) is None:
-                continue
-            stem = name.removesuffix("weight")
-            self._refuse_parts(stem)
-            present = [part for part in self._packing.parts if part != self._packing.codes and stem + part in self._all]
-            parts = {part: self._stored.read(stem + part) for part in present}
-            scales = parts[self._packing.scales]
-            if not scales.to(DTYPE).to(scales.dtype).equal(scales) or bool((scales.to(DTYPE) == 0).any()):
-                raise ArtifactError(f"{self._folder}: the layer {name} has scales that are 0 or no float16 numbers")
-            groups = scales.numel() // shape[0]
-            zeros = self._packing.unpack_zeros(parts, bits, shape[0], groups)
-            symmetric = symmetric and bool((zeros == 1 << (bits - 1)).all())
-            least = min(least, int(zeros.min()))
-            order = self._packing.groups(parts, shape[1], groups)
-            ordered = ordered or not order.equal(contiguous_groups(shape[1], shape[1] // groups))
-        return Layout(bits, group, symmetric, ordered, least_zero=least)
-
-    def _layers(self) -> list[str]:
-        return list(filter(self._is_quantized, self.names()))
-
-    def _bits_of(self, name: str) -> int:
-        """As config.json says; of other tools' files as the tensors do, where the layout tells."""
-        stem = name.removesuffix("weight")
-        if not self._is_quantized(name):
-            return self._bits
-        if not self._own:
-            return self._packing.stored_bits(self._stored, stem, self._bits)
-        if not self._layer_bits:
-            return self._bits
-        bits = self._layer_bits.get(stem.removesuffix("."), self._layer_bits.get(OTHERS))
-        if bits is None:
-            raise ArtifactError(f"{self._folder / 'config.json'} names no bits of the layer {stem[:-1]}. {AGAIN}")
-        return bits
-
-    def _kind_of(self, name: str) -> tuple[int, int]:
-        """Bits and columns of a group of a layer: of the sizes that layers may have, the one that its parts fit."""
-        bits = self._bits_of(name)
-        if len(self._groups) == 1:
-            return bits, self._group
-        _, columns, groups = self._packing.size(self._stored, name.removesuffix("weight"), bits)
-        fitting = (size for size in self._groups if groups * (columns if size == -1 else size) == columns)
-        return bits, next(fitting, self._group)
-
-    def _is_quantized(self, name: str) -> bool:
-        return name.removesuffix("weight") + self._packing.codes in self._all
-
-    def _refuse_parts(self, stem: str) -> None:
-        """Hold the types and shapes of a layer's parts against each other and against config.json."""
-        packing = self._packing
-        shapes = {part: self._stored.shape(stem + part) for part in packing.parts if stem + part in self._all}
-        told = f"{self._folder}: the parts of {stem}weight have the shapes {shapes}"
-        if packing.scales not in shapes or any(0 in shape for shape in shapes.values()):
-            raise ArtifactError(f"{told}. {AGAIN}")
-        bits = self._bits_of(f"{stem}weight")
-        rows, columns, groups = packing.size(self._stored, stem, bits)
-        _, _, symmetric, ordered = self.kind
-        want = packing.stored(LayerShape(rows, columns, groups, bits, symmetric, ordered))
-        if not self._own and packing.orders_columns and (not ordered or groups == 1):
-            # An order that is plain need not be there.
-            want = {part: kind for part, kind in want.items() if part in shapes or part != packing.order}
-        if missing := sorted(want.keys() - shapes.keys()):
-            raise ArtifactError(f"{self._folder} lacks the tensor {stem + missing[0]}. {AGAIN}")
-        for part, (kind, _) in want.items():
-            kinds = {kind} if self._own or part != packing.scales else SCALE_TYPES
-            if (dtype := self._stored.dtype(stem + part)) not in kinds:
-                raise ArtifactError(f"{self._folder}: {stem + part} is {dtype}, not {kind}. {AGAIN}")
-        if reason := packing.refusal(stem + "weight", rows, columns, bits):
-            raise ArtifactError(f"{self._folder}: {reason}. {AGAIN}")
-        sizes = [columns if size == -1 else size for size in self._groups]
-        if shapes != {part: shape for part, (_, shape) in want.items()} or columns not in [groups * n for n in sizes]:
-            known = " or ".join(map(str, sizes))
-            raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
-
-    def _refuse_values(self, name: str, weight: GroupedWeight) -> None:
-        """Hold scales, zero points and the order of columns against what engines may take for granted."""
-        wrong = None
-        groups = weight.scales.shape[1]
-        if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
-            wrong = "has scales that are 0 or not finite"
-        elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
-            wrong = f"has columns of other groups than its {groups}"
-        elif self._settings.get("sym") is True and not bool((weight.zeros == 1 << (weight.bits - 1)).all()):
-            wrong = "is not symmetric, and config.json says it is"
-        elif self._settings.get("desc_act") is False and not weight.g_idx.equal(
-            contiguous_groups(weight.shape[1], weight.shape[1] // groups)
-        ):
-            wrong = "has groups of columns that do not lie side by side, and config.json says they do"
-        if wrong is not None:
-            raise ArtifactError(f"{self._folder}: the layer {name} {wrong}. {AGAIN}")
+    rows, columns = skeleton.model.get_output_embeddings().weight.shape
+    bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
+    if reason := packing.refusal(f"{HEAD}.weight", rows, columns, bits):
+        raise UnsupportedError(f"head_bits: {reason}")
+    each = bits + (16 if layout.symmetric else 16 + bits) / group
+    share = rows * columns / source.parameters
+    notes = [f"the output head has {each:.2f} bits per weight, rounded to the nearest, and {share:.1%} of all weights"]
+    if rows % HEAD_UNIT:
+        notes.append(
+            f"vLLM would refuse this artifact: its output head has codes for {rows} tokens, no multiple of {HEAD_UNIT}"
+        )
+    return notes
 
 
-def _source_names(packing: Packing, stored: list[str]) -> list[str]:
-    others = tuple(f".{part}" for part in packing.parts if part != packing.codes)
-    return [
-        name.removesuffix(packing.codes) + "weight" if name.endswith(f".{packing.codes}") else name
-        for name in stored
-        if not name.endswith(others)
-    ]
-
-
-def _read(
-    packing: Packing, bits: int, stored: set[str], get: Callable[[str], torch.Tensor], name: str
-) -> torch.Tensor | GroupedWeight:
-    """A dense tensor, or the layer whose weight is called `name`; `get` reads one stored tensor."""
-    stem = name.removesuffix("weight")
-    if stem + packing.codes not in stored:
-        return get(name)
-    return packing.unpack({part: get(stem + part) for part in packing.parts if stem + part in stored}, bits)
-
-
-class GroupedWriter(TensorWriter):
-    """Takes layers of codes and dense tensors of the blocks; at the end everything else comes from the source."""
-
-    packing: Packing
-    layout: Layout
-
-    def add(self, name: str, value: Written) -> None:
-        """Pack a layer's codes and add its tensors, or add a dense tensor in float16."""
-        if isinstance(value, torch.Tensor):
-            self.checkpoint.add(name, cast_finite(value, DTYPE, f"{name} of {self.source.model}"))
-            self.run.findings.count("float16")
-            return
-        if not isinstance(value, GroupedWeight):
-            return super().add(name, value)
-        if bool((value.scales.abs() >= LARGEST_SCALE).any()):
-            bits = value.bits
-            raise ValuesError(
-                f"{name} of {self.source.model} has values beyond what {bits}-bit codes with float16 scales reach "
-                f"(about {LARGEST_SCALE * (1 << bits - 1):g}). Rescale the checkpoint, or take the method nf4 or "
-                "bits BF16 of gguf."
-            )
-        stem = name.removesuffix("weight")
-        for part, tensor in self.packing.pack(value, self.layout).items():
-            self.checkpoint.add(stem + part, tensor)
-        self.run.findings.count(f"int{value.bits}")
-
-    def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
-        """What was added of the block whose names begin with `prefix`."""
-        stored = {name for name in self.checkpoint.names() if name.startswith(prefix)}
-        names = _source_names(self.packing, sorted(stored))
-        get, bits_of = self.checkpoint.get, self.layout.bits_of
-        return {name: _read(self.packing, bits_of(name), stored, get, name) for name in names}
-
-    def replace_scales(self, name: str, scales: torch.Tensor) -> None:
-        """Give a layer other scales (N, G)."""
-        self.checkpoint.replace(name.removesuffix("weight") + self.packing.scales, self.packing.pack_scales(scales))
-
-
-def add_others(
-    writer: TensorWriter, skeleton: Skeleton, there: Collection[str], dtype: torch.dtype, keep_stacks: bool = False
-) -> None:
-    """Add the parameters whose names are not `there`, quantized or not, in `dtype`, some rows at a time.
-
-    `keep_stacks`: experts that the checkpoint keeps stacked stay so, under transformers' name.
-    """
-    source, done = writer.source, set(there)
-    for parameter in skeleton.parameter_names():
-        stack = stack_of(source, skeleton, parameter) if keep_stacks and parameter not in done else None
-        name = stack or parameter
-        if name not in done:
-            done.add(name)
-            whole = source_name(source, skeleton, parameter)
-            rows = source.in_rows(whole) if stack else rows_of(source, skeleton, parameter)
-            what = f"{name} of {source.model}"
-            pieces = (cast_finite(torch.from_numpy(piece), dtype, what) for _, piece in rows.pieces(PIECE))
-            writer.checkpoint.add_pieces(name, dtype, rows.shape, pieces)
-            writer.run.findings.count(str(dtype).removeprefix("torch."))
+@contextmanager
+def write(
+    packing: GroupedPacking, source: Source, skeleton: Skeleton, run: Run, layout: Layout
+) -> Iterator[LayerWriter[GroupedWeight]]:
+    """Yield a writer; on success write the whole checkpoint."""
+    quantization = packing.quantization(_named(layout, source), untouched(source, skeleton))
+    with write_layers(packing, source, skeleton, run, layout, quantization) as writer:
+        yield writer
+        if layout.head_bits is not None:
+            _add_head(writer, packing, skeleton, layout)
 
 
 def _named(layout: Layout, source: Source) -> Layout:
     """The layout with the bits of each layer by all names that readers may know it by, without `weight`."""
-    places = source.text_prefixes
-
-    def names(module: str) -> tuple[str, ...]:
-        return (module,) if places is None else places.modules(module)
-
-    bits = {name: bits for weight, bits in layout.layer_bits.items() for name in names(weight.removesuffix(".weight"))}
+    bits: dict[str, int] = {}
+    for weight, own in layout.layer_bits.items():
+        module = weight.removesuffix(".weight")
+        bits |= dict.fromkeys((module,) if source.text_prefixes is None else source.text_prefixes.modules(module), own)
     return replace(layout, layer_bits=bits)
 
 
-@contextmanager
-def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
-    """Yield a writer; on success write the whole checkpoint."""
-    quantization = packing.quantization(_named(layout, source), untouched(source, skeleton))
-    with open_writer(run.folder, source, "float16", quantization) as checkpoint:
-        writer = GroupedWriter(checkpoint, source, run)
-        writer.packing, writer.layout = packing, layout
-        yield writer
-        if layout.head_bits is not None:
-            add_head(writer, packing, skeleton, layout)
-        add_others(writer, skeleton, set(_source_names(packing, list(checkpoint.names()))), DTYPE)
+def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skeleton: Skeleton, layout: Layout) -> None:
+    rows = rows_of(writer.source, skeleton, f"{HEAD}.weight")
+    count, columns = rows.shape
+    bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
+    order, own = contiguous_groups(columns, group), replace(layout, bits=bits)
+    step = max(1, PIECE // columns // ROW_UNIT) * ROW_UNIT
+    pieces = []
+    with writer.run.progress.step("rounding the output head", count, work=True) as advance:
+        for start in range(0, count, step):
+            weight = torch.from_numpy(rows.read(start, min(start + step, count)))
+            grid = fit_grid(weight, group, bits, symmetric=layout.symmetric, search=True, least_zero=packing.least_zero)
+            codes = GroupedWeight(round_to_grid(weight, grid, group), grid.scales, grid.zeros, order, bits)
+            pieces.append(packing.pack_codes(codes, own) | packing.pack_scales(codes.scales))
+            advance(len(weight))
+    for part, tensor in packing.join(pieces).items():
+        writer.checkpoint.add(f"{HEAD}.{part}", tensor)
+    writer.run.findings.count(f"int{bits}")
+
+
+def recorded_options(packing: GroupedPacking, artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    """The recipe's options as config.json records them: bits, groups, symmetry."""
+    quantization, manifest = quantization_of(artifact.folder), artifact.manifest
+    stored, bits = packing.settings(quantization), packing.layer_bits(quantization)
+    refuse_other_dtypes(artifact.folder, [name for name in manifest.tensor_types if not name.startswith("int")])
+    ending, base = f".{packing.codes}", bits.get(OTHERS, stored.get("bits"))
+    names = (
+        name.removesuffix(ending)
+        for name in StoredTensors(artifact.folder, manifest.weight_files).names()
+        if name.endswith(ending)
+    )
+    every = {layer: bits.get(layer, base) for layer in names if layer != HEAD}
+    # A recipe may have asked for the bits of any of them, or for a choice.
+    said: dict[str, tuple[object, ...]] = {"bits": (*sorted(set(map(str, every.values())) or {str(base)}), "auto")}
+    named = manifest.options.get("layer_bits")
+    if isinstance(named, dict) and named.keys() <= every.keys():  # others are patterns
+        said["layer_bits"] = ({name: every[name] for name in named},)
+    return said | {name: (stored[name],) for name in ("group_size", "sym", "desc_act") if name in stored}

@@ -1,9 +1,14 @@
-"""What config.json says of how a checkpoint was quantized: `quantization_config`, as transformers defines it."""
+"""What a folder says of how its layers are quantized, ours or another tool's; and what a folder of ours has to say.
+
+It is in config.json's `quantization_config`, as transformers defines it, or in a file of another tool's. AutoRound
+stores GPTQ's or AWQ's tensors under names of its own for them: https://github.com/intel/auto-round,
+auto_round/inference/backend.py, where `auto_round:auto_gptq` has "zp+-1" and `auto_round` has zero points as they are.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +20,84 @@ from quantkit.untrusted import read_object, shown
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.models.source import Source
+
+KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' former one
+# Files of AutoGPTQ and AutoAWQ, with the method where they name none.
+FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+GPTQ, GPTQ_V2 = ({"quant_method": "gptq", "checkpoint_format": name} for name in ("gptq", "gptq_v2"))
+AWQ = {"quant_method": "awq", "version": "gemm"}
+# What AutoRound calls `packing_format`, and `backend` before version 0.5.
+AUTO_ROUND = {
+    **dict.fromkeys(("auto", "auto_round:gptq", "auto_round:auto_gptq"), GPTQ),
+    **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2"), GPTQ_V2),
+    **dict.fromkeys(("auto_round:awq", "auto_round:auto_awq"), AWQ),
+}
+
+
+def quantization_of(folder: Path) -> dict[str, Any]:
+    """`quantization_config` of the config.json in `folder`, which engines read; empty where there is none."""
+    try:
+        values = read_object(folder / "config.json", ArtifactError).get(KEYS[0])
+    except ArtifactError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
+    """Return where any tool put a checkpoint's settings and, in the words of its format, what they are; None: nowhere.
+
+    Raises ArtifactError for a file that cannot be read, and for a layout of AutoRound that is not supported.
+    """
+    config = read_object(folder / "config.json", ArtifactError)
+    for key in KEYS:
+        if (found := config.get(key)) is not None:
+            settings = found if isinstance(found, dict) else {"quant_method": found}
+            is_auto_round = "auto-round" in str(settings.get("quant_method"))
+            return f"config.json: {key}", _of_auto_round(settings, folder) if is_auto_round else settings
+    for name, method in FILES.items():
+        if (folder / name).is_file():
+            return name, {"quant_method": method, **read_object(folder / name, ArtifactError)}
+    return "config.json", None
+
+
+def _of_auto_round(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    packing, kind = settings.get("packing_format") or settings.get("backend") or "auto", settings.get("data_type")
+    if not isinstance(packing, str) or packing not in AUTO_ROUND or kind not in (None, "int"):
+        raise ArtifactError(
+            f"{folder / 'config.json'}: AutoRound's packing_format {shown(packing)} with data_type {shown(kind)} is "
+            f"not supported. These are, with data_type int: {', '.join(AUTO_ROUND)}."
+        )
+    layers = settings.get("extra_config") or {}
+    named = {f"+:{name}": own for name, own in layers.items()} if isinstance(layers, dict) else layers
+    return {**settings, **AUTO_ROUND[packing], "dynamic": named}
+
+
+def layer_overrides(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what `dynamic` says of layers whose settings differ; which layers these are, their tensors show."""
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise ArtifactError(f"dynamic is {shown(dynamic)}, not a mapping of layers to their settings")
+    named = {str(pattern): own for pattern, own in dynamic.items()}
+    return [own for pattern, own in named.items() if isinstance(own, dict) and not pattern.startswith("-:")]
+
+
+def recognizes(quant_method: str, path: Path) -> bool:
+    """Whether `path` is a folder whose config.json names this `quant_method`."""
+    return quantization_of(path).get("quant_method") == quant_method
+
+
+def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
+    """Return the type that config.json has for what is not quantized.
+
+    Raises ArtifactError where one of the stored `types` is another: loaders would cast it.
+    """
+    dtype = read_object(folder / "config.json", ArtifactError, "Convert again.").get("dtype")
+    for stored in types:
+        if stored != dtype:
+            raise ArtifactError(
+                f"{folder} holds tensors in {stored}, and its config.json says {shown(dtype)}. Convert again."
+            )
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -41,14 +124,14 @@ def untouched(source: Source, skeleton: Skeleton) -> Untouched:
 
     quantized = skeleton.linears()
     linears = (name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear))
-    others = _named(source, skeleton, (name for name in linears if f"{name}.weight" not in quantized))
-    alone = _named(source, skeleton, (name.removesuffix(".weight") for name in skeleton.left_alone()))
+    others = _names(source, skeleton, (name for name in linears if f"{name}.weight" not in quantized))
+    alone = _names(source, skeleton, (name.removesuffix(".weight") for name in skeleton.left_alone()))
     outer = roots(source.passthrough, map(source.published, source.tensors))
     inside = (name if name.startswith("model.") else f"model.{name}" for name in outer)
     return Untouched(tuple(others), tuple(sorted({*outer, *inside, *alone})))
 
 
-def _named(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[str]:
+def _names(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[str]:
     """The names that files and transformers have for layers of the skeleton."""
     found = []
     for name in layers:
@@ -59,31 +142,3 @@ def _named(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[st
     if source.text_prefixes is not None:
         found = [place for name in found for place in source.text_prefixes.modules(name)]
     return list(dict.fromkeys(found))
-
-
-def quantization_of(folder: Path) -> dict[str, Any]:
-    """`quantization_config` of the config.json in `folder`; empty where there is none."""
-    try:
-        values = read_object(folder / "config.json", ArtifactError).get("quantization_config")
-    except ArtifactError:
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def dtype_of(folder: Path) -> object:
-    """The type that the config.json in `folder` has for everything that is not quantized."""
-    return read_object(folder / "config.json", ArtifactError, "Convert again.").get("dtype")
-
-
-def refuse_other_dtypes(folder: Path, dtype: object, types: Iterable[str]) -> None:
-    """Raise ArtifactError where one of the stored `types` is another than config.json's: loaders would cast it."""
-    for stored in types:
-        if stored != dtype:
-            raise ArtifactError(
-                f"{folder} holds tensors in {stored}, and its config.json says {shown(dtype)}. Convert again."
-            )
-
-
-def recognizes(quant_method: str, path: Path) -> bool:
-    """Whether `path` is a folder whose config.json names this `quant_method`."""
-    return quantization_of(path).get("quant_method") == quant_method

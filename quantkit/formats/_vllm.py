@@ -26,22 +26,12 @@ def tensor_parallel_notes(linears: Mapping[str, tuple[int, int]], group_size: in
 def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str, size: int) -> str | None:
     """Why `size` processors cannot share the layers, or None. Key and value heads are copied where they are too few."""
     group = group_size if isinstance(group_size, int) and group_size > 0 else UNIT
+    by_columns = {name: k for name, (_, k) in linears.items() if name.split(".")[-2] in SPLIT_COLUMNS}
     for name, (n, k) in linears.items():
-        layer = name.split(".")[-2]
-        if layer in SPLIT_COLUMNS and k % (size * group):
-            fits = [
-                g
-                for g in GROUP_SIZES
-                if g < group
-                and all(
-                    shape[1] % (size * g) == 0
-                    for other, shape in linears.items()
-                    if other.split(".")[-2] in SPLIT_COLUMNS
-                )
-            ]
-            return f"the {k} columns of {name} do not split into {size} parts of whole groups of {group}" + (
-                f"; group_size {fits[0]} would" if fits else ""
-            )
-        if layer not in (*SPLIT_COLUMNS, "k_proj", "v_proj") and n % (size * UNIT):
+        if name in by_columns and k % (size * group):
+            smaller = (g for g in GROUP_SIZES if g < group and all(k % (size * g) == 0 for k in by_columns.values()))
+            hint = f"; group_size {fits} would" if (fits := next(smaller, None)) else ""
+            return f"the {k} columns of {name} do not split into {size} parts of whole groups of {group}{hint}"
+        if name not in by_columns and name.split(".")[-2] not in ("k_proj", "v_proj") and n % (size * UNIT):
             return f"the {n} rows of {name} do not split into {size} parts of a multiple of {UNIT}"
     return None

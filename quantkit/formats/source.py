@@ -10,10 +10,10 @@ from quantkit.checkpoints.adapter import base_of, is_adapter, open_adapter
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
 from quantkit.errors import RecipeError, SourceError, reason_of
-from quantkit.formats._source_settings import FILES as SETTINGS
-from quantkit.formats.float.checkpoint import open_checkpoint
+from quantkit.formats._quantization_config import FILES as SETTINGS
+from quantkit.formats._quantized_checkpoint import open_folder
+from quantkit.formats.float import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
-from quantkit.formats.quantized_checkpoint import open_folder
 from quantkit.models.source import Source, refuse_another_head
 from quantkit.untrusted import path_of, shown
 

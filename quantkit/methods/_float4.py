@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Checked
 from quantkit.errors import RecipeError
@@ -16,7 +16,9 @@ from quantkit.models.skeleton import load
 from quantkit.numerics.scaled.fit import FLOAT4_GROUPS, Float4, divisor_of
 
 BITS = tuple(FLOAT4_GROUPS)
-OTHER_KINDS = {bits: (f"{'mxfp4' if bits == 'mxfp4' else 'scaled'} values", "compressed-tensors") for bits in BITS}
+OTHER_KINDS = {
+    bits: (Content.MXFP4_VALUES if bits == "mxfp4" else Content.SCALED_VALUES, "compressed-tensors") for bits in BITS
+}
 
 
 def check_float4(job: Job) -> Checked:

@@ -10,11 +10,11 @@ from quantkit.contracts.run import Run
 
 
 def write_layers(job: Job, run: Run, what: str, of_block: Callable[[list[str]], Callable[[str], Written]]) -> None:
-    """Write every linear layer, block by block, after the blocks that an earlier run has finished.
+    """Write every linear layer that the format quantizes, block by block, after those that an earlier run has finished.
 
     `of_block` is given the names of a block's weights and says what makes each of them; `what` names the step.
     """
-    linears = list(job.skeleton.linears())
+    linears = [name for name in job.skeleton.linears() if name not in job.checked.plan.dense]
     with (
         job.open_writer(run, job.checked.plan) as writer,
         run.progress.step(f"{job.method.name}: {what}", len(linears), work=True) as advance,

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.checkpoints.rows import FLOATS
+from quantkit.contracts.format import Content
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats.ctranslate2.architectures import SourceTensors, refusal, refusal_of_config
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
-from quantkit.formats.ctranslate2.names import SourceTensors
-from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
 from quantkit.models.config import ADD_ROWS
 from quantkit.models.overrides import OverriddenSource
 from quantkit.recipe import Strict
@@ -227,13 +227,14 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
 
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
-    """One variable, whose parts are read and joined, and the slab of it that becomes codes; then the proof."""
-    from quantkit.formats.ctranslate2.writer import SLAB
+    """What lies outside the blocks, a block, its parts that are joined, and the slab that becomes codes; then the
+    proof."""
+    from quantkit.formats.ctranslate2.converter import SLAB
 
     joined = max((rows * columns for rows, columns in shapes.stages), default=0)
     largest = max(joined, shapes.largest_outside)
     at_once = largest if job.bits == "int16" else min(largest, SLAB)
-    made = max(2 * joined, shapes.largest_outside) * 2 * shapes.item_bytes
+    held = shapes.item_bytes * (shapes.block_parameters + joined + _weights_outside(job.source.settings))
     part = _proven_part(job.source) or job.source
     blocks = int(part.settings.num_hidden_layers)
     # Of whatever is stored the engine makes float32, of blocks and of a head that is not tied twice for a while
@@ -242,7 +243,7 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     matrices = 2 if part.settings.tie_word_embeddings else 3
     engine = 4 * (matrices * ends + 2 * blocks * _weights_of_block(job.source))
     proof = engine + 6 * 4 * PROOF_TOKENS * shapes.vocabulary + GROWTH  # with logits and their logarithms
-    return PeakMemory(work=made + CONVERTING * at_once, further={"the proof": proof})
+    return PeakMemory(work=held + CONVERTING * at_once, further={"the proof": proof})
 
 
 METHOD = Method(
@@ -252,7 +253,7 @@ METHOD = Method(
     bits=("int8", "int8_float16", "int8_bfloat16", "int8_float32", "int16", "float16", "bfloat16", "float32"),
     default_bits="int8",
     Options=Options,
-    makes="engine model",
+    makes=Content.ENGINE_MODEL,
     default_format="ctranslate2",
     check=_check,
     write=_write,

@@ -5,7 +5,7 @@ For sources that are quantized: a GGUF file becomes a checkpoint that everything
 
 from __future__ import annotations
 
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.recipe import Strict
@@ -37,7 +37,7 @@ METHOD = Method(
     bits=("float16", "bfloat16", "float32"),
     default_bits="float16",
     Options=Options,
-    makes="floats",
+    makes=Content.FLOATS,
     default_format="float",
     check=_check,
     write=_write,

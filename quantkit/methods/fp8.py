@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._layer_by_layer import write_layers
@@ -62,7 +62,7 @@ METHOD = Method(
     bits=("8",),
     default_bits="8",
     Options=Options,
-    makes="scaled values",
+    makes=Content.SCALED_VALUES,
     default_format="compressed-tensors",
     check=_check,
     write=_write,

@@ -20,7 +20,7 @@ from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._budget.choice import CHOICE
@@ -359,7 +359,7 @@ METHOD = Method(
     bits=("2", "3", "4", "8", *FLOAT4, AUTO),
     default_bits="4",
     Options=Options,
-    makes="grouped codes",
+    makes=Content.GROUPED_CODES,
     default_format="gptq",
     check=_check,
     write=_write,

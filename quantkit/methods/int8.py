@@ -18,7 +18,7 @@ from pydantic import Field
 
 from quantkit.calibration.block import Block
 from quantkit.calibration.walk import finished_block, walk
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
@@ -224,7 +224,7 @@ METHOD = Method(
     bits=("8",),
     default_bits="8",
     Options=Options,
-    makes="scaled values",
+    makes=Content.SCALED_VALUES,
     default_format="compressed-tensors",
     check=_check,
     write=_write,

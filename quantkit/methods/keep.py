@@ -10,11 +10,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, UnsupportedError
-from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
+from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -97,10 +97,10 @@ METHOD = Method(
     bits=("2", "3", "4", "8", "mxfp4"),
     default_bits="4",
     Options=Options,
-    makes="grouped codes",
+    makes=Content.GROUPED_CODES,
     default_format="compressed-tensors",
     check=_check,
     write=_write,
-    other_kinds={"mxfp4": ("mxfp4 values", "gguf")},
+    other_kinds={"mxfp4": (Content.MXFP4_VALUES, "gguf")},
     bits_of=_bits_of,
 )

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import missing_package
+from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.normal_float import NormalFloatWeight
@@ -62,16 +63,14 @@ def round_weight(weight: torch.Tensor, double_quant: bool) -> NormalFloatWeight:
 
 
 def _write(job: Job, run: Run) -> None:
-    dtype = getattr(torch, job.options.compute_dtype)
-    linears = [name for name in job.skeleton.linears() if name not in job.checked.plan.dense]
-    with (
-        job.open_writer(run, job.checked.plan) as writer,
-        run.progress.step("nf4: quantizing layers", len(linears), work=True) as advance,
-    ):
-        for name in linears:
-            weight = cast_finite(load(job.source, job.skeleton, name), dtype, f"{name} of {job.source.model}")
-            writer.add(name, round_weight(weight, job.options.double_quant))
-            advance()
+    options: Options = job.options
+
+    def rounded(name: str) -> NormalFloatWeight:
+        dtype = getattr(torch, options.compute_dtype)
+        weight = cast_finite(load(job.source, job.skeleton, name), dtype, f"{name} of {job.source.model}")
+        return round_weight(weight, options.double_quant)
+
+    write_layers(job, run, "quantizing layers", lambda _names: rounded)
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
@@ -86,7 +85,7 @@ METHOD = Method(
     bits=("4",),
     default_bits="4",
     Options=Options,
-    makes="normal float",
+    makes=Content.NORMAL_FLOAT,
     default_format="bitsandbytes",
     check=_check,
     write=_write,

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._budget.choice import CHOICE
@@ -86,7 +86,7 @@ METHOD = Method(
     bits=("2", "3", "4", "8", *FLOAT4, AUTO),
     default_bits="4",
     Options=Options,
-    makes="grouped codes",
+    makes=Content.GROUPED_CODES,
     default_format="gptq",
     check=_check,
     write=_write,

@@ -184,7 +184,8 @@ def what_loads() -> Iterator[tuple[str, str, dict[str, tuple[str, str]]]]:
     for stored in formats().values():
         alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
         for kind in stored.kinds:
-            remarks = {**stored.since, **{name: f"{where} only" for name, where in kind.only.items()}}
+            since = {name: loading.since for name, loading in stored.loading.items()}
+            remarks = {**since, **{name: f"{where} only" for name, where in kind.only.items()}}
             reasons = {name: refusal(name, stored, kind.quantization) for name in loaders()}
             loaded = tuple((why or "", "" if why else remarks.get(name, "")) for name, why in reasons.items())
             alike.setdefault((kind.words, loaded), []).append(kind.bits)

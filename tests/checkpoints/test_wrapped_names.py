@@ -8,7 +8,7 @@ from tiny_models import changed_copy
 from quantkit.checkpoints.adapter import WEIGHTS, open_adapter
 from quantkit.checkpoints.safetensors import unwrapped
 from quantkit.conversion.convert import convert
-from quantkit.formats.float.checkpoint import SINGLE as WHOLE
+from quantkit.formats.float import SINGLE as WHOLE
 from quantkit.formats.source import open_source
 
 

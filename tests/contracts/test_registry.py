@@ -18,9 +18,9 @@ every_method = pytest.mark.parametrize("method", methods().values(), ids=lambda 
 
 
 def files(folder):
-    """Names in a folder but those that begin with an underscore, which is a dash else; formats are folders."""
-    paths = [path for path in (PACKAGE / folder).iterdir() if path.is_dir() or folder != "formats"]
-    return {path.stem.replace("_", "-") for path in paths if not path.stem.startswith("_")}
+    """Names in a folder but those that begin with an underscore, which is a dash else, and the one that opens."""
+    stems = {path.stem for path in (PACKAGE / folder).iterdir()} - {registry.OPENER}
+    return {stem.replace("_", "-") for stem in stems if not stem.startswith("_")}
 
 
 @pytest.mark.parametrize("registered", [methods, formats, registry.engines, registry.probes])

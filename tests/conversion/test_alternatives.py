@@ -6,6 +6,7 @@ from tiny_llama import calibration, job_for, save_llama
 from tiny_models import changed_copy, command_line
 
 from quantkit import convert, verify
+from quantkit.contracts.format import Content
 from quantkit.contracts.registry import methods
 from quantkit.conversion import check as checking
 from quantkit.conversion.alternatives import alternatives_to
@@ -32,7 +33,7 @@ def test_a_hint_names_exactly_the_methods_whose_checks_pass(name, architecture):
     said = alternatives_to(job_of(folder))
     named = dict(pair.split(":") for pair in said.removeprefix(SAID).rstrip(".").split(", ")) if SAID in said else {}
     for name, method in methods().items():
-        if method.makes == "floats":  # it quantizes nothing
+        if method.makes is Content.FLOATS:  # it quantizes nothing
             assert name not in named
         elif name in named:
             check(folder, name, named[name])

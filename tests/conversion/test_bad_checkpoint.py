@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from quantkit.checkpoints.safetensors import read_header
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
-from quantkit.formats.float.checkpoint import open_checkpoint
+from quantkit.formats.float import open_checkpoint
 from quantkit.formats.source import open_source
 from quantkit.models.config import ROPE, load_tokenizer, open_config, refuse_config
 from quantkit.models.skeleton import open_skeleton

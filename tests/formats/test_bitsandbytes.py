@@ -22,7 +22,7 @@ from quantkit.contracts.registry import find_engine
 from quantkit.conversion.verify import verify
 from quantkit.errors import EngineError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
-from quantkit.formats.bitsandbytes.layers import has_bfloat16_units
+from quantkit.formats.bitsandbytes import has_bfloat16_units
 from quantkit.formats.source import open_source
 from quantkit.recipe import EngineSpec
 

@@ -7,9 +7,9 @@ from tiny_models import changed_copy, prepare_job
 from quantkit import convert
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.conversion.check import check
-from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
+from quantkit.formats.float import Checkpoint
 from quantkit.formats.gguf.checkpoint import GgufCheckpoint
-from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
 from quantkit.formats.source import open_source
 from quantkit.models.adapted import AdaptedSource
 from quantkit.models.overrides import OverriddenSource, Override

@@ -155,8 +155,8 @@ def only(*numbers):
         ("codes", lambda c, t: t.update({f"{DOWN}weight_scale": torch.ones(0, 1)}), "fit none of the groups"),
         ("codes", lambda c, t: t.pop(f"{DOWN}weight_packed"), "without its weight_packed"),
         ("scaled", only(0, 1, 2, 3, 5), "fit none of the groups"),  # rows of k_proj
-        ("scaled", only(0, 3, 4, 5), "is of a layer of 4-bit floats, and config.json has no"),
-        ("scaled", lambda c, t: t.update({f"{V}weight": t[f"{DOWN}weight"].clone()}), "twice, as"),
+        ("scaled", only(0, 3, 4, 5), "weight_packed of uint8 without their scales, or config.json has no"),
+        ("scaled", lambda c, t: t.update({f"{V}weight": t[f"{DOWN}weight"].clone()}), "twice, in two kinds"),
     ],
 )
 def test_what_lies_is_refused(kind, change, says, one_block, parts, tmp_path):

@@ -18,10 +18,10 @@ from tiny_models import changed_copy
 from trials import prepared
 
 from quantkit.errors import ArtifactError, QuantkitError, UnsupportedError
-from quantkit.formats.ctranslate2 import writer
+from quantkit.formats.ctranslate2 import converter
+from quantkit.formats.ctranslate2.architectures import SourceTensors
 from quantkit.formats.ctranslate2.converter import write_model
 from quantkit.formats.ctranslate2.model_file import REVISION, SPEC, VERSION, open_ct2_model, refuse_settings
-from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD, _proven_part
 from quantkit.models.config import open_config
@@ -58,7 +58,7 @@ QUICK += ("int8", "int8_bfloat16", "int16", "bfloat16")
 
 @pytest.mark.parametrize("name", slow_but(QUICK, EXACT))
 def test_every_architecture_gives_the_bytes_of_the_engines_converter(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "SLAB", 3000)  # tensors come in several slabs, the last one shorter
+    monkeypatch.setattr(converter, "SLAB", 3000)  # tensors come in several slabs, the last one shorter
     config, settings = EXACT[name]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(config, **settings))
     for kind in ("int8", "float16"):
@@ -95,7 +95,7 @@ def test_every_kind_gives_the_bytes_of_the_engines_converter(name, llama, tmp_pa
 
 
 def test_a_variable_beyond_the_formats_sizes_is_refused(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "MOST_BYTES", 296 * 64 * 4 - 1)
+    monkeypatch.setattr(converter, "MOST_BYTES", 296 * 64 * 4 - 1)
     with pytest.raises(UnsupportedError, match=r"decoder/embeddings/weight would have 75,776 bytes as float32"):
         ours(llama, "float32", tmp_path / "out")
     ours(llama, "int8", tmp_path / "small")

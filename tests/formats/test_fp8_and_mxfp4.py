@@ -15,9 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from bench.fuzz.quantized_bases import save_fp8, save_mxfp4
 from quantkit import convert
-from quantkit.formats._small_floats import E2M1, E4M3, E8M0
+from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
 from quantkit.formats.mxfp4 import FORMAT
-from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
 from quantkit.formats.source import open_source
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -45,14 +44,6 @@ def read_as_by_transformers(folder, quantized):
     for name in source.tensors:
         assert torch.equal(torch.from_numpy(source.floats(name)).to(theirs[name].dtype), theirs[name]), name
     return source, load_file(folder / "model.safetensors")
-
-
-def test_the_tables_are_torchs_types():
-    codes = torch.arange(256, dtype=torch.uint8)
-    for table, dtype in ((E4M3, torch.float8_e4m3fn), (E8M0, torch.float8_e8m0fnu)):
-        assert np.array_equal(table, codes.view(dtype).float().numpy(), equal_nan=True)
-    assert E2M1.tolist() == list(Fp8Dequantize._FP4_E2M1_LUT)
-    assert np.signbit(E2M1[8])
 
 
 @pytest.mark.parametrize("block", [(32, 64), None], ids=str)

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from quantkit.errors import UnsupportedError
-from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.float import Checkpoint
 from quantkit.formats.gguf.tokenizer.pretokenizers import CL100K, ONE_DIGIT
 from quantkit.formats.gguf.tokenizer.vocabulary import read_vocabulary
 

@@ -11,7 +11,7 @@ import torch
 from gguf_files import finished, identical_tensors, job_for, keys, quantized_by_llama_cpp, save_model, slow_but, written
 
 from quantkit.errors import RecipeError
-from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.float import Checkpoint
 from quantkit.formats.gguf import writer
 from quantkit.formats.gguf.file_types import DEFAULT, IQ_MIXES, WEIGHTED_ONLY, ModelCounts, choose_types
 from quantkit.formats.source import open_source

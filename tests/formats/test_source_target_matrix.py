@@ -20,7 +20,7 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.contracts.stored import stored_values
 from quantkit.conversion.check import prepare
 from quantkit.errors import QuantkitError, UnsupportedError
-from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
+from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
 
 FORMAT_OF = {"compressed": "compressed-tensors", "nf4": "bitsandbytes", "fp4": "bitsandbytes", "int8": "bitsandbytes"}

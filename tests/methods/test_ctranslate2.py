@@ -17,8 +17,8 @@ from trials import dense_values, prepared
 
 from quantkit.engines.ctranslate2 import Ct2Generator, saturates
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
+from quantkit.formats.ctranslate2.architectures import refusal, refusal_of_config
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
-from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
 from quantkit.methods.ctranslate2 import METHOD
 from quantkit.models.config import load_tokenizer
 

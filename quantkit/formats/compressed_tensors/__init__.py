@@ -3,51 +3,46 @@
 `pack-quantized` is packed.py; `int-quantized`, `float-quantized`, `nvfp4-pack-quantized` and `mxfp4-pack-quantized` are
 scaled.py. Format: https://github.com/vllm-project/compressed-tensors, version 0.20.
 Loaded by vLLM and by transformers with the package compressed-tensors.
+
+A source may have several groups of layers, such as 4 bits for some and FP8 for others. The types and shapes of a
+layer's tensors fit one group, or several that give the same values, or the folder is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.format import Format, Layout, QuantizedReader, TensorWriter
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.contracts.format import Content, Format, Layout, Loading, QuantizedReader, TensorWriter
 from quantkit.contracts.run import Checked, Run
+from quantkit.errors import EngineError
 from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped_layout import kinds, mixes
-from quantkit.formats._grouped_tells import tells
-from quantkit.formats._quantization_config import quantization_of, recognizes
+from quantkit.formats._grouped import HEAD
+from quantkit.formats._layers import LayerReader, Packing
+from quantkit.formats._quantization_config import quantization_of, recognizes, source_quantization
 from quantkit.formats.compressed_tensors import packed, scaled
-from quantkit.formats.compressed_tensors.config_groups import one_by_one, open_groups, refuse_other_groups
+from quantkit.formats.compressed_tensors.config_groups import METHOD, one_by_one, refuse_unfound_layers
 from quantkit.formats.compressed_tensors.packed import PACKING
-from quantkit.formats.compressed_tensors.schemes import HEAD, KINDS, METHOD, is_scaled
+from quantkit.formats.compressed_tensors.scaled import KINDS, ScaledPacking, is_scaled, scheme_of
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
+from quantkit.models.unfuse import expert_of
 
-USAGE = """
-vLLM:
-
-```bash
-vllm serve FOLDER
-```
-
-transformers, with `pip install compressed-tensors`:
-
-{transformers}
-"""
-
-
-def _is_scaled(folder: Path) -> bool:
-    return is_scaled(quantization_of(folder))
+# By transformers 5.23 with compressed-tensors 0.20: its weights become bfloat16 whatever the model computes in.
+ONLY_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+MISREAD_EXPERTS = ("int-quantized", "nvfp4-pack-quantized")
 
 
 def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
-    if layout.values == "codes":
-        return grouped.check(PACKING, source, skeleton, layout)
-    return scaled.check(source, skeleton, layout)
+    if layout.values != "codes":
+        return scaled.check(source, skeleton, layout)
+    refuse_unfound_layers(source, skeleton, " Take the format gptq.")
+    return grouped.check(PACKING, source, skeleton, layout)
 
 
 def _writer(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
@@ -57,21 +52,21 @@ def _writer(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abs
 
 
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
-    if _is_scaled(folder):
-        return scaled.ScaledReader(folder, files, config)
-    refuse_other_groups(quantization_of(folder), folder)
-    return grouped.GroupedReader(PACKING, folder, files, config)
+    stored = quantization_of(folder)
+    if is_scaled(stored):
+        return LayerReader(folder, files, [ScaledPacking(scheme_of(stored, own=True))])
+    return grouped.open_grouped(PACKING, folder, files, config)
 
 
-def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
-    """Of one group of layers or several."""
-
-    def read_one(group: Mapping[str, Any], others: Collection[str]) -> grouped.GroupedReader | scaled.ScaledReader:
+def _open_quantized(folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> QuantizedReader:
+    packings: dict[object, Packing[Any]] = {}
+    for group in one_by_one(source_quantization(folder)[1] or {}):
         if is_scaled(group):
-            return scaled.ScaledReader(folder, files, config, False, group, others)
-        return grouped.GroupedReader(PACKING, folder, files, config, False, group, others)
-
-    return open_groups(read_one, folder, files)
+            packings.setdefault(scheme := scheme_of(group), ScaledPacking(scheme, own=False))
+        else:
+            packing = PACKING.of_folder(folder, False, group)
+            packings.setdefault(packing.key, packing)
+    return LayerReader(folder, files, list(packings.values()))
 
 
 def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
@@ -81,29 +76,48 @@ def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
     return reasons
 
 
-def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+def _refuse_misread(artifact: Artifact, dtype: str | None, _device: str) -> None:
+    """Raise EngineError for what transformers would compute wrongly, or not at all."""
+    kind = quantization_of(artifact.folder).get("format")
+    if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
+        raise EngineError(
+            f"{artifact.folder}: compressed-tensors makes bfloat16 of {kind}, and the engine transformers cannot "
+            f"compute it in {dtype}. Leave --dtype out, or judge with --engine reference."
+        )
+    if kind in MISREAD_EXPERTS:
+        names = StoredTensors(artifact.folder, artifact.manifest.weight_files).names()
+        if expert := next((name for name in names if expert_of(name)), None):
+            raise EngineError(
+                f"{artifact.folder}: transformers stacks experts, and reads those of {kind}, such as {expert}, wrongly "
+                "or not at all. Judge with --engine reference."
+            )
+
+
+def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     stored = quantization_of(artifact.folder)
     if is_scaled(stored):
-        return scaled.tells(artifact)
-    head = PACKING.layer_bits(stored).get(HEAD)
-    return {**tells(PACKING, artifact), "head_bits": (head,)}
+        return scaled.recorded_options(artifact)
+    return {**grouped.recorded_options(PACKING, artifact), "head_bits": (PACKING.layer_bits(stored).get(HEAD),)}
 
 
 FORMAT = Format(
-    name="compressed-tensors",
+    name=METHOD,
     summary="grouped integer codes, and scaled int8, FP8 and FP4 values, in compressed-tensors' layouts",
     reference="https://github.com/vllm-project/compressed-tensors",
-    holds=("grouped codes", "scaled values", "mxfp4 values"),
-    engines=("reference", "transformers", "vllm"),
+    holds=(Content.GROUPED_CODES, Content.SCALED_VALUES, Content.MXFP4_VALUES),
+    loading={
+        "reference": Loading(weights="packed", packed_bits=("2", "3", "4", "8")),
+        "transformers": Loading("5.23", "compressed_tensors", "both", refuse=_refuse_misread),
+        "vllm": Loading("0.32"),
+    },
     recognizes=partial(recognizes, METHOD),
     open=_open,
     check=_check,
     writer=_writer,
     open_quantized=_open_quantized,
-    kinds=(*kinds(PACKING), *mixes(PACKING), *KINDS),
+    kinds=(*grouped.kinds(PACKING), *grouped.mixes(PACKING), *KINDS),
     refusals=_refusals,
-    since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
     servers={"sglang": "", "tgi": ""},
-    tells=_tells,
-    usage=USAGE,
+    recorded_options=_recorded_options,
+    usage=grouped.usage("compressed-tensors"),
 )

@@ -8,76 +8,313 @@ Per linear layer with weight (N, K):
   float8_e4m3fn [N, K/16]; `weight_global_scale` float32 [1], by which scales are divided
 - `mxfp4-pack-quantized`: `weight_packed` likewise; `weight_scale` uint8 [N, K/32], exponents of E8M0
 
-Everything else is bfloat16, as the scales of 8-bit values are. Format: schemes.py names it.
+Everything else is bfloat16, as the scales of 8-bit values are. Source:
+https://github.com/vllm-project/compressed-tensors, version 0.20, its presets W8A8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16 and
+MXFP4A16. Read are also a scale for a whole tensor, and inputs that are rounded otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from quantkit.artifact import Artifact
-from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.checkpoints.writer import open_writer
-from quantkit.contracts.format import Layout, TensorWriter, Written
+from quantkit.contracts.format import Kind, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._grouped import SCALE_TYPES, add_others, refuse_stacked
-from quantkit.formats._grouped_layout import AGAIN, matrix
-from quantkit.formats._head import refuse_head
-from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes, untouched
-from quantkit.formats.compressed_tensors.schemes import (
-    FLOAT4,
+from quantkit.formats._grouped import refuse_head
+from quantkit.formats._layers import (
+    AGAIN,
+    SCALE_TYPES,
+    Packing,
+    Parts,
+    StoredLayer,
+    refuse_stacked,
+    write_layers,
+)
+from quantkit.formats._quantization_config import Untouched, quantization_of, refuse_other_dtypes, untouched
+from quantkit.formats.compressed_tensors.config_groups import (
+    CLASS,
     METHOD,
-    Scheme,
+    groups_of,
     quantization,
-    scheme_for,
-    scheme_of,
-    unfound_layer,
+    refuse_unfound_layers,
 )
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
-from quantkit.numerics.casting import cast_finite
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled.weight import InputRounding, ScaledWeight
+from quantkit.untrusted import shown
 
-DTYPE = torch.bfloat16  # of scales of 8-bit values, and of everything that is not quantized
-SCALE, DIVISOR, PACKED = "weight_scale", "weight_global_scale", "weight_packed"
+SCALE, DIVISOR, PACKED, ZEROS = "weight_scale", "weight_global_scale", "weight_packed", "weight_zero_point"
 # What other tools store beside a layer, and what is not needed for its values.
-BESIDE = ("input_scale", "input_zero_point", "input_global_scale", "weight_zero_point", "weight_shape")
-VALUE_TYPES = {"int8": "int8", "float8": "float8_e4m3fn"}
-SCALE_OF_FLOAT4 = {"nvfp4": "float8_e4m3fn", "mxfp4": "uint8"}
+BESIDE = ("input_scale", "input_zero_point", "input_global_scale", ZEROS, "weight_shape")
+NAIVE = "naive-quantized"  # the format whose values only the type tells
+MOST_BLOCK = 1 << 24  # rows or columns
 KERNEL_STEP = 16  # rows and columns of 8-bit layers that vLLM multiplies on a card
 NO_EXPONENT = 255  # E8M0's NaN
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """What config.json and the tensors say of values: format, type, bits and strategies, types of values and scales.
+
+    `columns` share a scale, None being any number.
+    """
+
+    format: str
+    type: str
+    bits: int
+    strategies: tuple[str, ...]
+    stored: str
+    columns: int | None = None
+    scales: str = "bfloat16"
+
+    @property
+    def codes(self) -> str:
+        """The part that has the values: two in a byte where they have 4 bits."""
+        return PACKED if self.bits == 4 else "weight"
+
+
+VALUES = {
+    "int8": ValueType("int-quantized", "int", 8, ("tensor", "channel", "group"), "int8"),
+    "float8": ValueType("float-quantized", "float", 8, ("tensor", "channel", "block", "group"), "float8_e4m3fn"),
+    "nvfp4": ValueType("nvfp4-pack-quantized", "float", 4, ("tensor_group",), "uint8", 16, "float8_e4m3fn"),
+    "mxfp4": ValueType("mxfp4-pack-quantized", "float", 4, ("group",), "uint8", 32, "uint8"),
+}
+FORMATS = {kind.format: values for values, kind in VALUES.items()}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """`values` of layers are int8, float8, nvfp4 or mxfp4; `block` (rows, columns) share a scale, 0 being all."""
+
+    values: str
+    block: tuple[int, int]
+
+    @property
+    def kind(self) -> ValueType:
+        """What is the same for all layers of such values."""
+        return VALUES[self.values]
+
+    @property
+    def inputs(self) -> InputRounding | None:
+        """How engines round what flows into a layer that we wrote."""
+        return InputRounding(self.values, self.block[1] or None) if self.kind.bits == 8 else None
+
+    @property
+    def words(self) -> str:
+        """What it is called."""
+        rows, columns = self.block
+        shares = {(0, 0): "whole tensors", (1, 0): "rows"}.get(self.block)
+        return (
+            f"{self.kind.format}, scales of {shares or (f'{rows} x {columns}' if rows > 1 else f'{columns} columns')}"
+        )
+
+    def block_of(self, rows: int, columns: int) -> tuple[int, int]:
+        """The rows and columns that share a scale in a layer of that shape."""
+        return self.block[0] or rows, self.block[1] or columns
+
+    def group(self) -> dict[str, Any]:
+        """The group of layers in config.json, as the package writes it."""
+        kind, columns = self.kind, self.block[1]
+        common = {"num_bits": kind.bits, "type": kind.type, "symmetric": True}
+        weights: dict[str, Any] = {**common, "dynamic": False, "group_size": kind.columns}
+        inputs: dict[str, Any] | None = None
+        if kind.columns is not None:
+            weights |= {"strategy": kind.strategies[0], "scale_dtype": f"torch.{kind.scales}"}
+        else:
+            weights |= (
+                {"strategy": "block", "block_structure": list(self.block)} if columns else {"strategy": "channel"}
+            )
+            strategy = "group" if columns else "token"
+            inputs = {**common, "dynamic": True, "strategy": strategy, "group_size": columns or None}
+        return {"targets": [CLASS], "format": kind.format, "weights": weights, "input_activations": inputs}
+
+
+def _scheme_for(layout: Layout) -> Scheme:
+    size = 0 if layout.group_size == -1 else int(layout.group_size)
+    return Scheme(layout.values, (size if size and layout.values == "float8" else 1, size))
+
+
+def _quantization(scheme: Scheme, untouched: Untouched) -> dict[str, Any]:
+    return quantization(scheme.kind.format, [scheme.group()], untouched)
+
+
+KINDS = tuple(
+    Kind(bits, words, _quantization(_scheme_for(layout), Untouched()))
+    for bits, words, layout in (
+        ("8", "int8, inputs too", Layout(8, values="int8")),
+        ("8", "FP8, inputs too", Layout(8, values="float8")),
+        ("nvfp4", "", Layout(4, 16, values="nvfp4")),
+        ("mxfp4", "", Layout(4, 32, values="mxfp4")),
+    )
+)
+
+
+def is_scaled(stored: Mapping[str, Any]) -> bool:
+    """Whether the format of a `quantization_config` is one of scaled values."""
+    name = stored.get("format")
+    return isinstance(name, str) and (name in FORMATS or name == NAIVE)
+
+
+def scheme_of(stored: Mapping[str, Any], own: bool = False) -> Scheme:
+    """The scheme of a `quantization_config`; raises ArtifactError for one that is not known.
+
+    `own`: quantkit wrote it, so it is word for word what `Scheme.group` gives.
+    """
+    name, groups = stored.get("format"), groups_of(stored)
+    weights = groups[0].get("weights") if len(groups) == 1 else None
+    if not isinstance(weights, dict):
+        raise ArtifactError(f"quantization_config is no {METHOD} of one group of layers with weights. {AGAIN}")
+    own_types = [FORMATS[name]] if isinstance(name, str) and name in FORMATS else ["int8", "float8"] * (name == NAIVE)
+    said = (weights.get("type"), weights.get("num_bits"))
+    values = next((values for values in own_types if (VALUES[values].type, VALUES[values].bits) == said), None)
+    strategy = weights.get("strategy")
+    if values is None or weights.get("symmetric") is not True or strategy not in VALUES[values].strategies:
+        told = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "group_size")}
+        raise ArtifactError(f"quantization_config: {METHOD} of the format {shown(name)} with {shown(told)} is not read")
+    scheme = Scheme(values, _block(weights, VALUES[values].columns))
+    if own and groups[0] != scheme.group():
+        raise ArtifactError(f"quantization_config: its group of layers is not the one of {scheme.words}. {AGAIN}")
+    return scheme
+
+
+def _block(weights: Mapping[str, Any], right: int | None) -> tuple[int, int]:
+    strategy = weights.get("strategy")
+    if strategy in ("tensor", "channel"):
+        return (0, 0) if strategy == "tensor" else (1, 0)
+    sizes = weights.get("block_structure") if strategy == "block" else [1, weights.get("group_size")]
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(type(size) is int and 0 < size < MOST_BLOCK for size in sizes)
+        or (right is not None and sizes[1] != right)
+    ):
+        raise ArtifactError(f"quantization_config: {shown(sizes)} are no rows and columns that share a scale. {AGAIN}")
+    return sizes[0], sizes[1]
+
+
+class ScaledPacking(Packing[ScaledWeight]):
+    """`own`: quantkit wrote it, and engines round inputs; other tools have scales of other floats, and parts beside
+    them."""
+
+    holds = ScaledWeight
+    dtype = torch.bfloat16
+
+    def __init__(self, scheme: Scheme, own: bool = True) -> None:
+        self.key, self._own, self._kind = scheme, own, scheme.kind
+        self.codes, self.code_type, self.bits = self._kind.codes, self._kind.stored, (self._kind.bits,)
+        self.loose = () if own else BESIDE
+        self.marks, self.parts = (self.codes, SCALE), (self.codes, SCALE, DIVISOR, *self.loose)
+
+    def pack(self, weight: ScaledWeight, _layout: Layout, _what: str) -> dict[str, torch.Tensor]:
+        values = weight.values
+        values = values[:, ::2] | (values[:, 1::2] << 4) if self.codes == PACKED else values
+        parts = {self.codes: values, SCALE: weight.scales}
+        return parts if weight.divisor is None else parts | {DIVISOR: weight.divisor}
+
+    def unpack(self, parts: Parts, _bits: int) -> ScaledWeight:
+        values = parts[self.codes]
+        if self.codes == PACKED:
+            values = torch.stack([values & 15, values >> 4], -1).flatten(1)
+        rows, columns = values.shape
+        high, wide = self.key.block_of(rows, columns)
+        scales = parts[SCALE].reshape(-(-rows // high), -(-columns // wide))
+        divisor = parts[DIVISOR].reshape(1) if DIVISOR in parts else None
+        return ScaledWeight(values, scales, (high, wide), divisor, self.key.inputs if self._own else None)
+
+    def type_name(self, _bits: int) -> str:
+        return self.key.values
+
+    def shape(self, layer: StoredLayer) -> tuple[int, int]:
+        rows, columns = layer.matrix(self.codes)
+        return rows, columns * (2 if self.codes == PACKED else 1)
+
+    def called(self, _layers: Iterable[StoredLayer]) -> str:
+        return f"{METHOD}, {self.key.words}"
+
+    def depends_on(self, layer: StoredLayer) -> object:
+        rows, columns = self.shape(layer)
+        high, wide = self.key.block_of(rows, columns)
+        return self.key.values, min(high, rows), min(wide, columns)
+
+    def layout(self, layers: Sequence[StoredLayer]) -> Layout | None:
+        """That of MXFP4, which has one; raises ArtifactError for damaged parts."""
+        if self.key.values != "mxfp4":
+            return None
+        for layer in layers:
+            self.refuse_parts(layer)
+        return Layout(4, self.key.block[1], values="mxfp4")
+
+    def refuse_parts(self, layer: StoredLayer) -> None:
+        kind, (rows, columns) = self._kind, self.shape(layer)
+        high, wide = self.key.block_of(rows, columns)
+        grid = (-(-rows // max(high, 1)), -(-columns // max(wide, 1)))
+        types = {kind.codes: {kind.stored}, SCALE: SCALE_TYPES if kind.bits == 8 and not self._own else {kind.scales}}
+        if self.key.values == "nvfp4":
+            types[DIVISOR] = {"float32"}
+        for part, known in types.items():
+            if (dtype := layer.dtype(part)) not in known:
+                raise ArtifactError(
+                    f"{layer.folder}: {layer.stem + part} is {dtype}, not {' or '.join(sorted(known))}. {AGAIN}"
+                )
+        scales = layer.shape(SCALE)
+        flat = len(scales) < 2 and 1 in grid  # (N,) for (N, 1); the package spreads (1, N) over columns
+        loose = not self._own and (flat or grid == (1, 1)) and math.prod(scales) == math.prod(grid)
+        divisor = layer.shape(DIVISOR) if DIVISOR in types else (1,)
+        if (
+            0 in (rows, columns)
+            or (kind.columns is not None and columns % wide)
+            or math.prod(divisor) != 1
+            or not (scales == grid or loose)
+        ):
+            raise ArtifactError(
+                f"{layer.folder}: the parts of {layer.name} have the shapes {(rows, columns)}, {scales} and {divisor}, "
+                f"which do not fit {self.key.words}. {AGAIN}"
+            )
+
+    def value(self, layer: StoredLayer, weight: ScaledWeight) -> ScaledWeight:
+        """Hold values and scales against what engines may take for granted."""
+        factors, wrong = weight.factors(), None
+        zeros = layer.read([ZEROS] if ZEROS in self.parts else [])
+        if weight.scales.dtype == torch.uint8 and bool((weight.scales == NO_EXPONENT).any()):
+            wrong = "has scales that are no numbers"
+        elif not bool(factors.isfinite().all()) or (self._own and not bool((factors > 0).all())):
+            wrong = "has scales that are not finite" + (", or not above 0" if self._own else "")
+        elif weight.values.dtype == torch.float8_e4m3fn and not bool(weight.steps().isfinite().all()):
+            wrong = "has values that are no numbers"
+        elif zeros and bool((zeros[ZEROS].to(torch.float32) != 0).any()):
+            wrong = "has zero points, and config.json says that it is symmetric"
+        if wrong is not None:
+            raise ArtifactError(f"{layer.folder}: the layer {layer.name} {wrong}. {AGAIN}")
+        return weight
 
 
 def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     """Refuse models and shapes that the layout cannot hold, and count the bytes."""
     refuse_shapes(source, skeleton)
-    if reason := unfound_layer(source, skeleton):
-        raise UnsupportedError(reason)
+    refuse_unfound_layers(source, skeleton)
     refuse_stacked(source, skeleton)
-    refuse_head(f"compressed-tensors with {layout.values}", (), source, skeleton, layout)
-    scheme = scheme_for(layout)
-    linears = linears_to_quantize(source, skeleton)
-    rows, columns = scheme.block
+    refuse_head(f"{METHOD} with {layout.values}", (), source, skeleton, layout)
+    scheme, linears = _scheme_for(layout), linears_to_quantize(source, skeleton)
+    columns = scheme.block[1]
     for name, (_, k) in linears.items():
         if columns and k % columns:
             how = " Take granularity channel." if layout.values == "float8" else ""
             raise UnsupportedError(
-                f"{name} has {k} input columns, no multiple of {columns}, which share a scale in {scheme.format}.{how}"
+                f"{name} has {k} input columns, no multiple of {columns}, which share a scale in "
+                f"{scheme.kind.format}.{how}"
             )
     quantized = sum(n * k for n, k in linears.values())
-    bits = 8 if layout.values in VALUE_TYPES else 4.5
+    bits = 8 if scheme.kind.bits == 8 else 4.5
     nbytes = int(quantized * bits / 8 + 2 * sum(n for n, _ in linears.values()))
     nbytes += (source.parameters - quantized) * 2 + 50_000_000
-    return Checked(nbytes, notes=_notes(linears, rows), plan=replace(layout, dtype="bfloat16"))
+    return Checked(nbytes, notes=_notes(linears, scheme.block[0]), plan=replace(layout, dtype="bfloat16"))
 
 
 def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]:
@@ -89,238 +326,22 @@ def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]
     return ()
 
 
-class ScaledReader:
-    """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored.
-
-    `own`: quantkit wrote it, and engines round inputs; other tools have scales of other floats and parts beside them.
-    `quantization` and `others` as of GroupedReader.
-    """
-
-    def __init__(
-        self, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True,
-        quantization: Mapping[str, Any] | None = None, others: Collection[str] = (),
-    ) -> None:  # fmt: skip
-        self._folder, self._stored, self._own = folder, StoredTensors(folder, files), own
-        self._scheme = scheme_of(quantization_of(folder) if quantization is None else quantization, own)
-        self._all = set(self._stored.names()) - set(others)
-        self._codes = PACKED if self._scheme.values in FLOAT4 else "weight"
-        parts = (SCALE, DIVISOR, *(() if own else BESIDE))
-        stems = [name.removesuffix(SCALE) for name in self._all if name.endswith(f".{SCALE}")]
-        self._parts = {
-            stem + part for stem in stems if self._has(stem, self._codes) for part in parts if self._has(stem, part)
-        }
-        for name in sorted(self._all - self._parts):
-            stem, _, leaf = name.rpartition(".")
-            if leaf in (SCALE, DIVISOR):
-                raise ArtifactError(f"{folder} has {name} without its {self._codes}. {AGAIN}")
-            narrow = leaf == PACKED or self._stored.dtype(name) in VALUE_TYPES.values()
-            if narrow and f"{stem}.{SCALE}" not in self._all:
-                raise ArtifactError(f"{folder} lacks the tensor {stem}.{SCALE}. {AGAIN}")
-
-    def names(self) -> list[str]:
-        """The tensors' names in the source."""
-        return source_names(self._all - self._parts)
-
-    def read(self, name: str) -> torch.Tensor | ScaledWeight:
-        """One of them; raises ArtifactError for parts that do not belong together."""
-        stem = name.removesuffix("weight")
-        if not self._is_quantized(name):
-            return self._stored.read(name)
-        self._refuse_parts(stem)
-        present = {
-            part: self._stored.read(stem + part) for part in (self._codes, SCALE, DIVISOR) if self._has(stem, part)
-        }
-        weight = unpack(self._scheme, present, self._own)
-        self._refuse_values(name, weight)
-        return weight
-
-    def types(self) -> Mapping[str, int]:
-        """Layers by what their values are, and dense tensors by their type."""
-        return Counter(self.type_of(name) for name in self.names())
-
-    def type_of(self, name: str) -> str:
-        """What the values of a layer are, or the type of a dense tensor."""
-        return self._scheme.values if self._is_quantized(name) else self._stored.dtype(name)
-
-    @property
-    def kind(self) -> Scheme:
-        """What values are, and which of them share a scale."""
-        return self._scheme
-
-    def fits(self, name: str) -> object:
-        """What a layer's values depend on: type and block; None where its parts are not as config.json says."""
-        try:
-            self._refuse_parts(name.removesuffix("weight"))
-        except ArtifactError:
-            return None
-        shape = self.quantized_shape(name)
-        assert shape is not None
-        rows, columns = shape
-        high, wide = self._scheme.block_of(rows, columns)
-        return self._scheme.values, min(high, rows), min(wide, columns)
-
-    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
-        if not self._is_quantized(name):
-            return None
-        rows, columns = matrix(self._stored, name.removesuffix("weight") + self._codes)
-        return rows, columns * (2 if self._codes == PACKED else 1)
-
-    def quantization(self) -> str:
-        """The format, and what shares a scale."""
-        return f"{METHOD}, {self._scheme.words}"
-
-    def layout(self) -> Layout:
-        """That of MXFP4, which has one; raises UnsupportedError for others, ArtifactError for damaged parts."""
-        if self._scheme.values == "mxfp4":
-            for name in self.names():
-                if self._is_quantized(name):
-                    self._refuse_parts(name.removesuffix("weight"))
-            return Layout(4, self._scheme.block[1], values="mxfp4")
-        raise UnsupportedError(f"{self._folder} has no grouped codes, but is {self.quantization()}")
-
-    def _has(self, stem: str, part: str) -> bool:
-        return stem + part in self._all
-
-    def _is_quantized(self, name: str) -> bool:
-        stem = name.removesuffix("weight")
-        return name.endswith("weight") and self._has(stem, self._codes) and self._has(stem, SCALE)
-
-    def _refuse_parts(self, stem: str) -> None:
-        """Hold the types and shapes of a layer's parts against each other and against config.json."""
-        values = self._scheme.values
-        shape = self.quantized_shape(stem + "weight")
-        assert shape is not None
-        rows, columns = shape
-        high, wide = self._scheme.block_of(rows, columns)
-        grid = (-(-rows // max(high, 1)), -(-columns // max(wide, 1)))
-        kinds: dict[str, set[str]] = {self._codes: {VALUE_TYPES.get(values, "uint8")}}
-        kinds[SCALE] = {SCALE_OF_FLOAT4[values]} if values in FLOAT4 else {"bfloat16"} if self._own else SCALE_TYPES
-        if values == "nvfp4":
-            kinds[DIVISOR] = {"float32"}
-        for part, known in kinds.items():
-            if (dtype := self._stored.dtype(stem + part)) not in known:
-                raise ArtifactError(
-                    f"{self._folder}: {stem + part} is {dtype}, not {' or '.join(sorted(known))}. {AGAIN}"
-                )
-        scales = self._stored.shape(stem + SCALE)
-        flat = len(scales) < 2 and 1 in grid  # (N,) for (N, 1); the package spreads (1, N) over columns
-        loose = not self._own and (flat or grid == (1, 1)) and math.prod(scales) == math.prod(grid)
-        divisor = self._stored.shape(stem + DIVISOR) if DIVISOR in kinds else (1,)
-        if (
-            0 in (rows, columns)
-            or (values in FLOAT4 and columns % wide)
-            or math.prod(divisor) != 1
-            or not (scales == grid or loose)
-        ):
-            raise ArtifactError(
-                f"{self._folder}: the parts of {stem}weight have the shapes {(rows, columns)}, {scales} and {divisor}, "
-                f"which do not fit {self._scheme.words}. {AGAIN}"
-            )
-
-    def _refuse_values(self, name: str, weight: ScaledWeight) -> None:
-        """Hold values and scales against what engines may take for granted."""
-        factors, wrong = weight.factors(), None
-        if weight.scales.dtype == torch.uint8 and bool((weight.scales == NO_EXPONENT).any()):
-            wrong = "has scales that are no numbers"
-        elif not bool(factors.isfinite().all()) or (self._own and not bool((factors > 0).all())):
-            wrong = "has scales that are not finite" + (", or not above 0" if self._own else "")
-        elif weight.values.dtype == torch.float8_e4m3fn and not bool(weight.steps().isfinite().all()):
-            wrong = "has values that are no numbers"
-        zeros = name.removesuffix("weight") + "weight_zero_point"
-        if wrong is None and zeros in self._parts and bool((self._stored.read(zeros).to(torch.float32) != 0).any()):
-            wrong = "has zero points, and config.json says that it is symmetric"
-        if wrong is not None:
-            raise ArtifactError(f"{self._folder}: the layer {name} {wrong}. {AGAIN}")
-
-
-def source_names(stored: set[str]) -> list[str]:
-    """The source's names of what is stored, but for scales, in order."""
-    return sorted(name.removesuffix(PACKED) + "weight" if name.endswith(f".{PACKED}") else name for name in stored)
-
-
-def pack(weight: ScaledWeight) -> dict[str, torch.Tensor]:
-    """The parts of a layer."""
-    if weight.values.dtype != torch.uint8:
-        return {"weight": weight.values, SCALE: weight.scales}
-    parts = {PACKED: weight.values[:, ::2] | (weight.values[:, 1::2] << 4), SCALE: weight.scales}
-    return parts if weight.divisor is None else parts | {DIVISOR: weight.divisor}
-
-
-def unpack(scheme: Scheme, parts: Mapping[str, torch.Tensor], own: bool) -> ScaledWeight:
-    """The layer of its parts; the inverse."""
-    values = parts.get("weight")
-    if values is None:
-        packed = parts[PACKED]
-        values = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-    rows, columns = values.shape
-    high, wide = scheme.block_of(rows, columns)
-    scales = parts[SCALE].reshape(-(-rows // high), -(-columns // wide))
-    divisor = parts[DIVISOR].reshape(1) if DIVISOR in parts else None
-    return ScaledWeight(values, scales, (high, wide), divisor, scheme.inputs if own else None)
-
-
-class ScaledWriter(TensorWriter):
-    """Takes scaled layers and dense tensors of the blocks; at the end everything else comes from the source."""
-
-    scheme: Scheme
-
-    def add(self, name: str, value: Written) -> None:
-        """Add a layer's parts, or a dense tensor in bfloat16."""
-        if isinstance(value, torch.Tensor):
-            self.checkpoint.add(name, cast_finite(value, DTYPE, f"{name} of {self.source.model}"))
-            self.run.findings.count("bfloat16")
-        elif isinstance(value, ScaledWeight):
-            for part, tensor in pack(value).items():
-                self.checkpoint.add(name.removesuffix("weight") + part, tensor)
-            self.run.findings.count(self.scheme.values)
-        else:
-            super().add(name, value)
-
-    def block(self, prefix: str) -> dict[str, torch.Tensor | ScaledWeight]:
-        """What was added of the block whose names begin with `prefix`."""
-        stored = {name for name in self.checkpoint.names() if name.startswith(prefix)}
-        return {name: _taken(self.scheme, stored, self.checkpoint.get, name) for name in _without_scales(stored)}
-
-
-def _without_scales(stored: set[str]) -> list[str]:
-    return source_names({name for name in stored if not name.endswith((f".{SCALE}", f".{DIVISOR}"))})
-
-
-def _taken(
-    scheme: Scheme, stored: set[str], get: Callable[[str], torch.Tensor], name: str
-) -> torch.Tensor | ScaledWeight:
-    stem = name.removesuffix("weight")
-    if stem + SCALE not in stored:
-        return get(name)
-    return unpack(
-        scheme, {part: get(stem + part) for part in ("weight", PACKED, SCALE, DIVISOR) if stem + part in stored}, True
-    )
-
-
-@contextmanager
-def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[ScaledWriter]:
-    """Yield a writer; on success write the whole checkpoint."""
-    scheme = scheme_for(layout)
-    settings = quantization(scheme, untouched(source, skeleton))
-    with open_writer(run.folder, source, "bfloat16", settings) as checkpoint:
-        writer = ScaledWriter(checkpoint, source, run)
-        writer.scheme = scheme
-        yield writer
-        add_others(writer, skeleton, set(_without_scales(set(checkpoint.names()))), DTYPE)
+def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
+    """A writer; on success it writes the whole checkpoint."""
+    packing = ScaledPacking(_scheme_for(layout))
+    settings = _quantization(packing.key, untouched(source, skeleton))
+    return write_layers(packing, source, skeleton, run, layout, settings)
 
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
     """Why engines cannot take a folder of this `quantization_config`."""
-    if scheme_of(stored, own=False).values in FLOAT4:
-        return {"vllm": "vLLM computes 4-bit floats on cards only"}
-    return {}
+    return {"vllm": "vLLM computes 4-bit floats on cards only"} if scheme_of(stored).kind.bits == 4 else {}
 
 
-def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """What config.json says of the recipe."""
-    scheme, types = scheme_of(quantization_of(artifact.folder), own=True), artifact.manifest.tensor_types
-    refuse_other_dtypes(artifact.folder, dtype_of(artifact.folder), [name for name in types if name != scheme.values])
-    if scheme.values in FLOAT4:
+def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    """The recipe's options as config.json records them."""
+    scheme = scheme_of(quantization_of(artifact.folder), own=True)
+    refuse_other_dtypes(artifact.folder, [name for name in artifact.manifest.tensor_types if name != scheme.values])
+    if scheme.kind.columns is not None:
         return {"bits": (scheme.values,), "group_size": (scheme.block[1],), "sym": (True,), "desc_act": (False,)}
     return {"bits": ("8",), "granularity": ("block" if scheme.block[1] else "channel",)}

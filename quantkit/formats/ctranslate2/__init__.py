@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.contracts.format import Format, Kind, TensorReader
+from quantkit.contracts.format import Content, Format, Kind, Loading, TensorReader
 from quantkit.errors import ArtifactError
 from quantkit.untrusted import read_object
 
@@ -32,8 +32,8 @@ print(tokenizer.decode(result.sequences_ids[0]))
 
 
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> TensorReader:
+    from quantkit.formats.ctranslate2.architectures import SourceTensors
     from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary, refuse_settings
-    from quantkit.formats.ctranslate2.names import SourceTensors
     from quantkit.models.config import open_config
 
     refuse_settings(folder / "config.json")
@@ -52,7 +52,7 @@ def _recognizes(path: Path) -> bool:
     return (path / "model.bin").is_file() and "model_type" not in values
 
 
-def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     """The kinds that are written with these types, in the engine's words."""
     types = artifact.manifest.tensor_types
     plain = next((kind for kind in ("float16", "bfloat16", "float32") if kind in types), "")
@@ -65,14 +65,13 @@ FORMAT = Format(
     name="ctranslate2",
     summary="model folders of the CTranslate2 engine",
     reference="https://opennmt.net/CTranslate2/quantization.html",
-    holds=("engine model",),
-    engines=("ctranslate2", "reference"),
+    holds=(Content.ENGINE_MODEL,),
+    loading={"ctranslate2": Loading("4.8"), "reference": Loading()},
     kinds=(Kind("int8 and its mixes"), Kind("int16"), Kind("float16"), Kind("bfloat16"), Kind("float32")),
-    since={"reference": "", "ctranslate2": "4.8"},
     recognizes=_recognizes,
     open=_open,
     weight_files=("model.bin",),
-    tells=_tells,
+    recorded_options=_recorded_options,
     usage=USAGE,
     library="ctranslate2",
 )

@@ -1,59 +1,60 @@
-"""A model folder written by CTranslate2's own converter, whose faults are mended, from weights read one by one."""
+"""A model folder written by CTranslate2's own converter, whose faults are mended, with one block in memory at a time.
+
+The converter loads a whole model, in the configuration's dtype and not in the stored one, and its `ModelSpec.save`
+holds all tensors, as they were and quantized. Here it is given the model without its blocks, and then each block alone,
+in the order in which variables stand in a `model.bin` (model_file.py has the format). Its own code quantizes each
+variable, some rows at a time, so that the bytes are the same.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+import struct
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+from torch import nn
 
 from quantkit.errors import UnsupportedError, reason_of
-from quantkit.formats.ctranslate2.recorded import Recorder
-from quantkit.formats.ctranslate2.writer import write_model_file
+from quantkit.formats.ctranslate2.model_file import TYPES, VERSION
 from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import open_skeleton, set_parameter, source_name
 from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.system.temporary import temporary_folder
 
+SLAB = 1 << 22  # values that are quantized at a time
+MOST_BYTES = (1 << 32) - 1  # of a variable: its size is stored in 32 bits
+Values = torch.Tensor | np.ndarray
+
 
 def write_model(source: Source, folder: Path, kind: str, progress: Progress | None = None) -> None:
-    """Write model.bin, config.json and vocabulary.json into `folder`, beside the tokenizer; raises UnsupportedError.
-
-    One tensor of the model is in memory at a time.
-    """
+    """Write model.bin, config.json and vocabulary.json into `folder`, beside the tokenizer; raises UnsupportedError."""
     _convert(source, folder, kind, progress or Progress())
     tokenizer = source.tokenizer()
     keep_tokenizer(tokenizer, folder)  # config.json is now CTranslate2's own
-    mend_settings(folder, tokenizer)
+    _mend_settings(folder, tokenizer)
 
 
 def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> None:
-    from ctranslate2.converters import TransformersConverter
+    from ctranslate2.converters.transformers import TransformersConverter
     from transformers.utils import logging
 
-    recorder = Recorder()
+    model = _Model(source)
 
     class Unread(TransformersConverter):
-        """Gives the engine's code a model whose weights are not read yet, and its specification a frugal way to save.
-
-        The converter itself would load all weights, in the configuration's dtype and not in the stored one.
-        """
+        """One that loads no weights by itself."""
 
         def load_model(self, _class: Any, _path: str, **_settings: Any) -> Any:
-            return _unread_model(source, recorder)
-
-        def specification(self) -> Any:
-            spec = self._load()
-            spec.validate()
-            return spec
+            return model.outside()
 
     made = folder / "converted"
     shows_bars = logging.is_progress_bar_enabled()
@@ -61,12 +62,15 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
     # The converter collects garbage after each block: 8.7 s of 10 for the demo model's 30, if everything is looked at.
     gc.freeze()
     try:
-        with _folder_of(source) as place:
-            spec = Unread(str(place)).specification()
+        with temporary_folder() as place:  # where it finds config.json and the tokenizer
+            (place / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
+            source.copy_side_files(place)
+            spec = Unread(str(place))._load()
+        spec.validate()
         made.mkdir()
-        size = sum(math.prod(variable.shape) for _, variable in spec.variables(ordered=True))
+        size = model.block_values + sum(math.prod(v.shape) for v in spec.variables().values() if v.shape)
         with progress.step("converting with CTranslate2", size, work=True) as advance:
-            spec._serialize = lambda path: write_model_file(Path(path), spec, kind, recorder, advance)
+            spec._serialize = lambda path: _write_model_file(Path(path), spec, model.variables(spec), kind, advance)
             spec.save(str(made))
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
@@ -81,33 +85,69 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
     made.rmdir()
 
 
-def _unread_model(source: Source, recorder: Recorder) -> Any:
-    """transformers' model of a source, in the dtype that its weights are stored in, each read when it is asked for."""
-    stored = {info.dtype for info in source.tensors.values()}
-    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop() if len(stored) == 1 else "", torch.float32)
-    skeleton = open_skeleton(source.config, native=True, settings=copy.deepcopy(source.settings))
-    for name in skeleton.parameter_names():
-        own = source_name(source, skeleton, name)
-        read = partial(_read, source, own, dtype)
-        set_parameter(skeleton.model, name, recorder.leaf(source.tensors[own].shape, dtype, read))
-    skeleton.model.tie_weights()
-    return skeleton.model
+class _Model:
+    """transformers' model of a source in the dtype that its weights are stored in, of whose blocks one is there."""
+
+    def __init__(self, source: Source) -> None:
+        stored = {info.dtype for info in source.tensors.values()}
+        only = stored.pop() if len(stored) == 1 else ""
+        self._dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(only, torch.float32)
+        self._source = source
+        self._skeleton = open_skeleton(source.config, native=True, settings=copy.deepcopy(source.settings))
+        self._model, self._path = self._skeleton.model, self._skeleton.blocks_path
+        self._blocks = list(self._skeleton.blocks)
+        self.block_values = sum(value.numel() for block in self._blocks for value in block.parameters())
+        self._kinds = getattr(self._model.config, "layer_types", None)
+
+    def outside(self) -> Any:
+        """The model without its blocks, and with all other weights."""
+        self._take([])
+        self._read(self._model, "")
+        self._model.tie_weights()
+        return self._model
+
+    def _take(self, indexes: list[int]) -> None:
+        self._model.set_submodule(self._path, nn.ModuleList(self._blocks[index] for index in indexes))
+        self._model.config.num_hidden_layers = len(indexes)
+        if self._kinds is not None:
+            self._model.config.layer_types = [self._kinds[index] for index in indexes]
+
+    def _read(self, module: nn.Module, prefix: str) -> None:
+        for name, _ in list(module.named_parameters()):
+            stored = source_name(self._source, self._skeleton, prefix + name)
+            set_parameter(module, name, self._source.tensor(stored).to(self._dtype))
+
+    def variables(self, spec: Any) -> Iterator[tuple[str, Any, bool]]:
+        """Those of a model.bin in its order, each with its name, and whether its codes have scales."""
+        outer = dict(spec.variables())
+        blocks = {f"decoder/layer_{index}/": index for index in range(len(self._blocks))}
+        for name in sorted({*outer, *blocks}):
+            if name in outer:
+                yield name, outer[name], _has_scales(spec, name)
+            else:
+                yield from self._of_block(name, blocks[name])
+
+    def _of_block(self, prefix: str, index: int) -> Iterator[tuple[str, Any, bool]]:
+        from ctranslate2.converters.transformers import _MODEL_LOADERS
+
+        self._take([index])
+        self._read(self._blocks[index], f"{self._path}.{index}.")
+        layer = _MODEL_LOADERS[type(self._model.config).__name__].get_model_spec(self._model).decoder.layer[0]
+        self._blocks[index] = nn.Identity()  # the specification has its weights
+        self._take([])
+        layer.validate()
+        for name, variable in layer.variables(ordered=True):
+            yield prefix + name, variable, _has_scales(layer, name)
 
 
-def _read(source: Source, name: str, dtype: torch.dtype) -> torch.Tensor:
-    return source.tensor(name).to(dtype)
+def _has_scales(spec: Any, name: str) -> bool:
+    from ctranslate2.specs.model_spec import index_spec
+
+    scope, _, leaf = name.rpartition("/")
+    return hasattr(index_spec(spec, scope), f"{leaf}_scale")
 
 
-@contextmanager
-def _folder_of(source: Source) -> Iterator[Path]:
-    """Where the converter finds config.json and the tokenizer; it reads no weights itself."""
-    with temporary_folder() as folder:
-        (folder / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
-        source.copy_side_files(folder)
-        yield folder
-
-
-def mend_settings(folder: Path, tokenizer: Any) -> None:
+def _mend_settings(folder: Path, tokenizer: Any) -> None:
     """Mend two faults of the converter: null for a missing special token, tokens moved over unused ids."""
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -121,3 +161,118 @@ def mend_settings(folder: Path, tokenizer: Any) -> None:
         for token, place in places.items():
             vocabulary[place] = token
         path.write_text(json.dumps(vocabulary, indent=2), encoding="utf-8")
+
+
+def _write_model_file(
+    path: Path, spec: Any, variables: Iterator[tuple[str, Any, bool]], kind: str, advance: Callable[[int], None]
+) -> None:
+    """Write the `variables` of the engine's `spec`, quantized to `kind`; `advance` is told of every value.
+
+    Variables with the same values are stored once, as in the engine's own code. Raises UnsupportedError for a variable
+    that is too large for the format.
+    """
+    from ctranslate2.specs.model_spec import SKIP_CREATING_ALIAS
+
+    seen: dict[Any, str] = {}
+    aliases: list[tuple[str, str]] = []
+    scales: dict[str, np.ndarray] = {}
+    with path.open("wb") as file:
+        file.write(struct.pack("<I", VERSION) + _text(spec.name) + struct.pack("<I", spec.revision))
+        counted, count = file.tell(), 0
+        file.write(struct.pack("<I", 0))
+        for name, variable, has_scales in chain(variables, [("", None, False)]):
+            for ready in sorted(other for other in scales if not name or other < name):
+                array = scales.pop(ready)
+                file.write(_head(ready, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
+                count += 1
+            if not name:
+                break
+            value = variable.tensor if hasattr(variable, "tensor") else variable.numpy()
+            size = math.prod(variable.shape) if variable.shape else 0
+            if variable.shape and name.rpartition("/")[2] not in SKIP_CREATING_ALIAS:
+                same = (type(variable), variable.dtype, tuple(variable.shape), _digest(value))
+                if seen.setdefault(same, name) != name:
+                    aliases.append((name, seen[same]))
+                    advance(size)
+                    continue
+            scale = _write_variable(path, file, name, value, kind, has_scales)
+            if scale is not None:
+                scales[f"{name}_scale"] = scale
+            count += 1
+            advance(size)
+        file.write(struct.pack("<I", len(aliases)))
+        for alias, holder in aliases:
+            file.write(_text(alias) + _text(holder))
+        file.seek(counted)
+        file.write(struct.pack("<I", count))
+
+
+def _slabs(value: Values, rows: int | None = None) -> Iterator[Any]:
+    """Some `rows` after the other; by default as many as have `SLAB` values."""
+    rows = rows or max(1, SLAB // max(1, math.prod(value.shape[1:])))
+    return (value[start : start + rows] for start in range(0, len(value), rows))
+
+
+def _digest(value: Values) -> bytes:
+    """The same for values that are equal: 0 and -0 are."""
+    digest = hashlib.sha256()
+    for slab in _slabs(value):
+        plain = slab + 0
+        digest.update(plain.view(torch.uint8).numpy().data if isinstance(plain, torch.Tensor) else plain.tobytes())
+    return digest.digest()
+
+
+def _write_variable(
+    path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool
+) -> np.ndarray | None:
+    """Write one variable as the engine's code quantizes it; return the scales of its codes, where it gives some."""
+    if not value.shape:
+        array = np.asarray(value)
+        file.write(_head(name, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
+        return None
+    scales: list[np.ndarray] = []
+    # The scale of int16 is that of a whole tensor, all else of rows or of single values.
+    for number, slab in enumerate(_slabs(value, len(value) if has_scales and kind == "int16" else None)):
+        codes, scale = _converted(slab, kind, has_scales)
+        if not number:
+            nbytes = codes.num_bytes() // len(slab) * len(value)
+            if nbytes > MOST_BYTES:
+                raise UnsupportedError(
+                    f"{path}: the variable {name} would have {nbytes:,} bytes as {codes.dtype}, and CTranslate2's "
+                    f"format has room for {MOST_BYTES:,}. Take a smaller type, such as int8."
+                )
+            file.write(_head(name, tuple(value.shape), codes.dtype, nbytes))
+        file.write(codes.to_bytes())
+        if scale is not None:
+            scales.append(scale)
+    if not scales:
+        return None
+    return scales[0] if not scales[0].shape else np.concatenate(scales)
+
+
+def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarray | None]:
+    """The engine's variable that its own code makes of some rows, and their scale where they become codes."""
+    from ctranslate2.specs.common_spec import LayerNormSpec, LinearSpec
+    from ctranslate2.specs.model_spec import OPTIONAL, NumpyVariable, PyTorchVariable
+
+    # It multiplies float32 where it lies, and a tied tensor is converted again.
+    variable = PyTorchVariable(slab.clone()) if isinstance(slab, torch.Tensor) else NumpyVariable(slab.copy())
+    if not has_scales:
+        plain = LayerNormSpec(rms_norm=True)
+        plain.gamma = variable
+        plain.optimize(quantization=kind)
+        return plain.gamma, None
+    layer = LinearSpec()  # the engine quantizes what has a scale beside it
+    layer.weight = variable
+    layer.optimize(quantization=kind)
+    scale = layer.weight_scale
+    return layer.weight, None if scale == OPTIONAL else np.asarray(scale.numpy())
+
+
+def _head(name: str, shape: tuple[int, ...], dtype: str, nbytes: int) -> bytes:
+    return _text(name) + struct.pack(f"<B{len(shape)}IBI", len(shape), *shape, TYPES.index(dtype), nbytes)
+
+
+def _text(value: str) -> bytes:
+    # The engine's own code counts characters; its names are ASCII.
+    return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"

@@ -64,11 +64,10 @@ class Ct2Model:
     aliases: dict[str, str]
 
     def types(self) -> Mapping[str, int]:
-        """How many variables there are of each type, without settings and scales."""
+        """How many variables have each type, without settings and scales."""
         return Counter(v.dtype for name, v in self.variables.items() if v.shape and not name.endswith("_scale"))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a variable or alias that is there."""
         return self.variables[self.aliases.get(name, name)].shape
 
     def raw(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -78,7 +77,7 @@ class Ct2Model:
         """
         variable = self.variables.get(self.aliases.get(name, name))
         if variable is None:
-            raise ArtifactError(f"{self.path} has no variable {name}. Convert again with --force.")
+            raise ArtifactError(f"{self.path} has no variable {name}. {AGAIN}")
         kind = np.dtype(BITS_OF.get(variable.dtype, variable.dtype)).newbyteorder("<")
         shape, first, nbytes = variable.shape, variable.start, variable.nbytes
         if shape and (start, stop) != (0, None):
@@ -110,7 +109,7 @@ class Ct2Model:
         if (scale.shape and not by_rows) or not usable:
             raise ArtifactError(
                 f"{self.path}: the scale of {holder} has the shape {scale.shape} and the type {scale.dtype}, or values "
-                "that are not above 0. Convert again with --force."
+                f"that are not above 0. {AGAIN}"
             )
         values = stored.astype(np.float32)
         values /= scale.reshape(-1, *(1 for _ in values.shape[1:])) if scale.shape else scale
@@ -149,10 +148,8 @@ class _Cursor:
     def skip(self, count: int, what: str) -> int:
         start, self.at = self.at, self.at + count
         if self.at > self.size:
-            raise ArtifactError(
-                f"{self.path} is truncated: {what} ends at byte {self.at}, the file at {self.size}. "
-                "Convert again with --force."
-            )
+            where = f"{what} ends at byte {self.at}, the file at {self.size}"
+            raise ArtifactError(f"{self.path} is truncated: {where}. {AGAIN}")
         return start
 
     def take(self, count: int, what: str) -> bytes:
@@ -177,8 +174,8 @@ def open_ct2_model(path: str | Path) -> Ct2Model:
     """Read names and places of all variables of a `model.bin`; raises ArtifactError for a damaged file."""
     path = Path(path)
     if not path.is_file() or path.stat().st_size < 4:
-        raise ArtifactError(f"{path} is missing or empty. Convert again with --force.")
-    with told(f"{path} cannot be read", ArtifactError, "Convert again with --force."), path.open("rb") as file:
+        raise ArtifactError(f"{path} is missing or empty. {AGAIN}")
+    with told(f"{path} cannot be read", ArtifactError, AGAIN), path.open("rb") as file:
         return _read(_Cursor(path, file))
 
 
@@ -186,7 +183,7 @@ def _read(cursor: _Cursor) -> Ct2Model:
     path = cursor.path
     version = cursor.number("I", "the version")
     if version != VERSION:
-        raise ArtifactError(f"{path} has binary version {version}, expected {VERSION}. Convert again with --force.")
+        raise ArtifactError(f"{path} has binary version {version}, expected {VERSION}. {AGAIN}")
     spec = cursor.string("the specification's name")
     revision = cursor.number("I", "the revision")
     if spec != SPEC or revision != REVISION:

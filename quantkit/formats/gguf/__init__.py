@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.format import Format, Kind, Layout, TensorWriter
+from quantkit.contracts.format import Content, Format, Kind, Layout, Loading, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError
 
@@ -108,8 +108,8 @@ FORMAT = Format(
     name="gguf",
     summary="files for llama.cpp: K-quants, Q8_0, F16, BF16, F32",
     reference="https://github.com/ggml-org/ggml/blob/master/docs/gguf.md",
-    holds=("ggml blocks", "grouped codes", "mxfp4 values"),
-    engines=("llamacpp", "reference"),
+    holds=(Content.GGML_BLOCKS, Content.GROUPED_CODES, Content.MXFP4_VALUES),
+    loading={"llamacpp": Loading("0.3.36"), "reference": Loading()},
     kinds=(
         Kind("Q2_K_S to Q6_K, IQ1_S to IQ4_NL, auto"),
         Kind("Q4_0"),
@@ -119,13 +119,12 @@ FORMAT = Format(
         Kind("BF16"),
         Kind("F32"),
     ),
-    since={"reference": "", "llamacpp": "0.3.36"},
     recognizes=_recognizes,
     open=_Reader,
     check=_check,
     writer=_write,
     weight_files=("*.gguf",),
-    tells=_tells,
+    recorded_options=_tells,
     refuse_tensors=_refuse_tensors,
     prepared=_prepared,
     usage=USAGE,

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from quantkit.calibration import sensitivity
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Checked
 from quantkit.errors import RecipeError
@@ -26,7 +26,9 @@ from quantkit.models.stand_in import layers_of_one_input
 from quantkit.recipe import Strict
 
 WIDTHS = (2, 3, 4, 8)
-KIND = {AUTO: ("grouped codes", "compressed-tensors")}  # what methods make with these bits, and its default format
+KIND = {
+    AUTO: (Content.GROUPED_CODES, "compressed-tensors")
+}  # what methods make with these bits, and its default format
 SCALE_BITS = 16
 
 

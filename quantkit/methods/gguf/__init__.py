@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from quantkit.contracts.format import Content
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, near_miss
@@ -325,7 +326,7 @@ METHOD = Method(
     bits=tuple(DEFAULT),
     default_bits="Q4_K_M",
     Options=Options,
-    makes="ggml blocks",
+    makes=Content.GGML_BLOCKS,
     default_format="gguf",
     check=check,
     write=write,

@@ -1,7 +1,7 @@
 """A checkpoint folder whose layers are quantized, as a source: one layer at a time is dequantized as it is read.
 
 Its values come as float32, whoever wrote it; what is not quantized comes as it is stored. Settings in
-config.json, or in a file of their own, name the format (_source_settings.py).
+config.json, or in a file of their own, name the format (_quantization_config.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quantkit.contracts.format import Layout, QuantizedReader
 from quantkit.contracts.registry import find_format, formats
 from quantkit.contracts.stored import NamedReader
 from quantkit.errors import ArtifactError, RecipeError, SourceError
-from quantkit.formats._source_settings import FILES, KEYS, source_settings
-from quantkit.formats.float.checkpoint import Checkpoint, read_folder
+from quantkit.formats._quantization_config import FILES, KEYS, source_quantization
+from quantkit.formats.float import Checkpoint, read_folder
 from quantkit.models.text_half import config_of, prefixes_of
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
@@ -133,7 +133,7 @@ def open_folder(folder: Path, model: str, revision: str | None = None, only: str
     """
     config, tensors = read_folder(folder, model, only)
     try:
-        said_in, quantization = source_settings(folder)
+        said_in, quantization = source_quantization(folder)
     except ArtifactError as error:
         raise _of_source(error) from None
     codes = next((name for name in tensors if name.endswith(".qweight")), None)

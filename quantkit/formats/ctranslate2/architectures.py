@@ -1,8 +1,8 @@
-"""From CTranslate2's variables back to the tensors of a Hugging Face checkpoint: names, order of rows, shapes.
+"""The architectures of CTranslate2: which it computes exactly, and its variables back as a checkpoint's tensors.
 
-It undoes what `TransformersConverter` of CTranslate2 4.8 does
-(https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/converters/transformers.py): queries, keys
-and values fused into one weight, heads put in another order, GPT-2's weights transposed.
+Exactness was measured with CTranslate2 4.8.5 and transformers 5.23. The way back undoes what `TransformersConverter` of
+CTranslate2 4.8 does (https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/converters/transformers.py):
+queries, keys and values fused into one weight, heads put in another order, GPT-2's weights transposed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats.ctranslate2.model_file import Ct2Model
+from quantkit.formats.ctranslate2.model_file import AGAIN, Ct2Model
 from quantkit.untrusted import told
 
 # rows of the fused weight (rows, ...) and the transformers configuration -> {module name: rows of the source}
@@ -160,6 +160,100 @@ FAMILIES: dict[str, Family] = {
     "falcon": replace(_BLOOM, parts=_BLOOM.parts | _FALCON_NORMS),
 }
 
+# Why an architecture is refused. FAMILIES has the exact ones.
+NO_LOADER = "CTranslate2's converter has no loader for it"
+RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
+REFUSED = {
+    "gemma2": "CTranslate2 leaves out its soft-capping, so every answer would be a little wrong",
+    "phi": RENAMED,
+    "phi3": RENAMED,
+    "gpt_neox": RENAMED,
+    "gemma4_text": RENAMED,  # a head's size and key heads, which are of each block now
+}
+UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
+UNPROVEN_LOADERS = ("codegen", "gemma4", "gemma4_unified", "gemma4_unified_text")
+
+EXACT_ROPE = ("default", "linear")
+GEMMA_ROPE_THETA = 10_000.0
+# The converter takes these of Gemma 3 for granted: it does not find them in a configuration of transformers 5.
+GEMMA3_ROPE_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+HEAD_DIM_NOT_EXPORTED = ("llama", "qwen2")
+SILU_ONLY = ("llama", "mistral", "qwen2", "qwen3")
+# A window shorter than the text is an error in CTranslate2; a shorter one than this would stop ordinary use.
+SHORTEST_WINDOW = 2048
+
+
+def reason_of(kind: str) -> str:
+    """Why a model type outside of `FAMILIES` is refused."""
+    return UNPROVEN if kind in UNPROVEN_LOADERS else REFUSED.get(kind, NO_LOADER)
+
+
+def refusal_of_config(config: Mapping[str, Any]) -> str | None:
+    """The reason that a config.json gives as it stands, without transformers' defaults, or None."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        return reason_of(str(kind))
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    if not isinstance(window, int) or not isinstance(longest, int):
+        return None
+    unused = str(kind).startswith("qwen") and config.get("use_sliding_window") is not True
+    return None if unused else _short_window(window, longest)
+
+
+def refusal(settings: Any) -> str | None:
+    """Why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
+    kind = settings.model_type
+    if kind not in FAMILIES:
+        return reason_of(kind)
+    if kind == "gemma3_text":
+        return _gemma3_refusal(settings)
+    rope = getattr(settings, "rope_parameters", None) or {}
+    if (rope_type := rope.get("rope_type", "default")) not in EXACT_ROPE:
+        why = "not exported in full, so answers would be silently wrong" if rope_type == "llama3" else "not proven"
+        return f"its rope scaling {rope_type!r} is {why}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"partial_rotary_factor {rope['partial_rotary_factor']} is not exported"
+    if kind in SILU_ONLY and settings.hidden_act != "silu":
+        return f"CTranslate2 computes silu where config.json asks for {settings.hidden_act!r}"
+    head_dim = getattr(settings, "head_dim", None)
+    if kind in HEAD_DIM_NOT_EXPORTED and head_dim and head_dim * settings.num_attention_heads != settings.hidden_size:
+        return f"CTranslate2 does not export head_dim {head_dim}, which is not hidden_size / num_attention_heads"
+    if kind == "gemma":
+        for name, value, fixed in (
+            ("rope_theta", float(rope.get("rope_theta", GEMMA_ROPE_THETA)), GEMMA_ROPE_THETA),
+            ("hidden_act", settings.hidden_act, "gelu_pytorch_tanh"),
+            ("attention_bias", settings.attention_bias, False),
+        ):
+            if value != fixed:
+                return f"CTranslate2 exports {name} {fixed} for Gemma, and config.json has {value}"
+    if kind == "falcon" and settings.new_decoder_architecture and settings.multi_query:
+        return "CTranslate2's converter takes Falcon's new architecture only with multi_query false"
+    return _window_refusal(settings)
+
+
+def _window_refusal(settings: Any) -> str | None:
+    window = getattr(settings, "sliding_window", None)
+    if not window:
+        return None
+    used = settings.model_type.startswith("qwen") and getattr(settings, "use_sliding_window", False)
+    short = _short_window(window, settings.max_position_embeddings)
+    return short or ("CTranslate2 leaves its sliding window out" if used else None)
+
+
+def _short_window(window: int, longest: int) -> str | None:
+    short = 0 < window < min(SHORTEST_WINDOW, longest)
+    return f"CTranslate2 fails on texts longer than its sliding window of {window} tokens" if short else None
+
+
+def _gemma3_refusal(settings: Any) -> str | None:
+    for layer_type, theta in GEMMA3_ROPE_THETA.items():
+        rope = settings.rope_parameters.get(layer_type) or {}
+        if rope.get("rope_type", "default") != "default" or float(rope.get("rope_theta", theta)) != theta:
+            return f"CTranslate2 exports no rope settings of Gemma 3 but rope_theta {theta:g} for {layer_type}"
+    if settings.query_pre_attn_scalar != settings.head_dim:
+        return f"CTranslate2 ignores query_pre_attn_scalar {settings.query_pre_attn_scalar}"
+    return _window_refusal(settings)
+
 
 class SourceTensors:
     """The weights of a CTranslate2 model by the source's names, each dense float32 in the source's shape.
@@ -177,69 +271,54 @@ class SourceTensors:
             )
         self._model, self._family, self._config = model, family, config
         self._variables: dict[str, str] = {}
+        self._plain: set[str] = set()  # tensors that a variable holds alone, row by row
+        self._opened: tuple[str, dict[str, np.ndarray]] = ("", {})
         for variable in sorted([*model.variables, *model.aliases]):
             shape = model.shape(variable)
             if not variable.startswith("decoder/") or not shape or variable.endswith("_scale"):
                 continue  # settings (numbers of heads, rotary base, ...) and scales of codes
-            scope, _, leaf = variable.rpartition("/")
-            if leaf not in LEAVES:
-                raise ArtifactError(f"{model.path}: the variable {variable} has no place in the architecture")
-            if scope == "decoder/projection" and leaf == "weight" and config.tie_word_embeddings:
+            if variable == "decoder/projection/weight" and config.tie_word_embeddings:
                 continue
             # Which tensors a variable holds does not depend on its columns: one is enough to ask.
             one_column = np.zeros((shape[0], *(1 for _ in shape[1:])), np.float32)
-            for name in self._tensors_in(variable, one_column):
+            for name, part in self._tensors_in(variable, one_column).items():
                 if name in self._variables:
-                    raise ArtifactError(
-                        f"{model.path}: the variables {self._variables[name]} and {variable} both hold {name}"
-                    )
+                    other = self._variables[name]
+                    raise ArtifactError(f"{model.path}: the variables {other} and {variable} both hold {name}")
                 self._variables[name] = variable
-        self._opened: tuple[str, dict[str, np.ndarray]] = ("", {})
+                if part is one_column:
+                    self._plain.add(name)
 
     def names(self) -> list[str]:
-        """All of them, in order."""
         return list(self._variables)
 
     def types(self) -> Mapping[str, int]:
-        """Variables by their type."""
         return self._model.types()
 
     def read(self, name: str) -> Rows:
-        """One of them; raises ArtifactError for a name that is not there."""
         variable = self._variables.get(name)
         if variable is None:
-            raise ArtifactError(f"{self._model.path} lacks the tensor {name}. Convert again with --force.")
-        if self._lies_as_it_is(variable):
+            raise ArtifactError(f"{self._model.path} lacks the tensor {name}. {AGAIN}")
+        if name in self._plain:
             return Rows(self._model.shape(variable), partial(self._model.values, variable))
         if self._opened[0] != variable:  # a fused variable is asked for several times in a row
             self._opened = ("", {})  # two of them are not in memory
             self._opened = (variable, self._tensors_in(variable, self._model.values(variable)))
         return rows_of_array(self._opened[1][name])
 
-    def _lies_as_it_is(self, variable: str) -> bool:
-        """Whether a variable holds one tensor, row by row."""
-        scope = variable.rpartition("/")[0]
-        layer = LAYER.fullmatch(scope)
-        if layer is None:
-            return scope in self._family.whole and not self._drops_rows(scope)
-        return layer[2] in self._family.parts and not self._family.conv1d
-
-    def _drops_rows(self, scope: str) -> bool:
-        return bool(self._config.model_type == "opt" and scope == "decoder/position_encodings")
-
     def _tensors_in(self, variable: str, values: np.ndarray) -> dict[str, np.ndarray]:
         family, (scope, _, leaf) = self._family, variable.rpartition("/")
         layer = LAYER.fullmatch(scope)
         prefix, part = ("", scope) if layer is None else (f"{family.layers}.{layer[1]}.", layer[2])
         names = family.whole if layer is None else family.parts
-        if self._drops_rows(scope):
+        if self._config.model_type == "opt" and scope == "decoder/position_encodings":
             # The converter drops the rows before position 0, which no unpadded text uses.
             values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
-        if part in names:
+        if part in names and leaf in LEAVES:
             modules = {names[part]: values}
-        elif part == "self_attention/linear_0":
+        elif part == "self_attention/linear_0" and leaf in LEAVES:
             what = f"{self._model.path}: the variable {variable} does not fit the heads of the source's config.json"
-            with told(what, ArtifactError, "Convert again with --force."):
+            with told(what, ArtifactError, AGAIN):
                 modules = family.unfuse(values, self._config)
         else:
             raise ArtifactError(f"{self._model.path}: the variable {variable} has no place in the architecture")

@@ -7,14 +7,17 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.safetensors import TensorInfo, read_header, read_rows, unwrapped
+from quantkit.checkpoints.rows import Rows, rows_in_memory
+from quantkit.checkpoints.safetensors import DTYPES, TensorInfo, read_header, read_rows, unwrapped
 from quantkit.checkpoints.side_files import (
     GENERATION,
     copy_side_files,
@@ -22,12 +25,21 @@ from quantkit.checkpoints.side_files import (
     note_not_copied,
     refuse_side_files,
 )
-from quantkit.errors import SourceError
+from quantkit.contracts.format import Content, Format, Kind, Layout, Loading, TensorWriter, Written
+from quantkit.contracts.run import Checked, Run
+from quantkit.errors import ArtifactError, QuantkitError, SourceError, UnsupportedError
+from quantkit.formats._quantization_config import refuse_other_dtypes
 from quantkit.models.config import load_tokenizer, refuse_config, refuse_token_ids
 from quantkit.models.source import Source
 from quantkit.models.text_half import config_of, prefixes_of
 from quantkit.untrusted import read_object, shown
 
+if TYPE_CHECKING:
+    from quantkit.artifact import Artifact
+    from quantkit.models.skeleton import Skeleton
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+PIECE = 1 << 20  # values that are in memory at a time
 LONGEST_NAME = 255  # bytes that file systems take for a name
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MOST_SHARDS = 10_000
@@ -253,3 +265,86 @@ def read_folder(folder: Path, model: str, only: str | None = None) -> tuple[dict
     if (generation := folder / GENERATION).is_file():
         refuse_token_ids(read_object(generation, SourceError, "Fetch it again."), str(generation))
     return config, tensors
+
+
+class _Reader:
+    def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
+        try:
+            _, tensors = read_plain(folder, str(folder))
+            self._checkpoint = Checkpoint(folder, str(folder), None, {}, tensors)
+        except (SourceError, UnsupportedError, OSError) as error:
+            raise ArtifactError(f"{folder} cannot be read: {str(error).rstrip('.')}. Convert again.") from None
+        if set(self._checkpoint.weight_files) != set(files):
+            raise ArtifactError(f"{folder} has other weight files than {', '.join(files)}. Convert again.")
+
+    def names(self) -> list[str]:
+        return sorted(self._checkpoint.tensors)
+
+    def read(self, name: str) -> Rows:
+        return self._checkpoint.in_rows(name)
+
+    def types(self) -> Mapping[str, int]:
+        return Counter(DTYPES[info.dtype] for info in self._checkpoint.tensors.values())
+
+
+class _Writer(TensorWriter):
+    dtype = "float16"
+
+    def add(self, name: str, value: Written) -> None:
+        """Take a dense tensor, some rows at a time where it comes in rows, and round it to the layout's dtype."""
+        import torch
+
+        from quantkit.numerics.casting import cast_finite
+
+        rows = rows_in_memory(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(rows, Rows):
+            return super().add(name, value)
+        dtype, what = getattr(torch, self.dtype), f"{name} of {self.source.model}"
+        pieces = (cast_finite(torch.from_numpy(piece), dtype, what) for _, piece in rows.pieces(PIECE))
+        self.checkpoint.add_pieces(name, dtype, rows.shape, pieces)
+        self.run.findings.count(self.dtype)
+
+
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+    from quantkit.models.skeleton import refuse_shapes
+
+    refuse_shapes(source, skeleton)
+    return Checked(source.parameters * ITEM_BYTES[layout.dtype] + 50_000_000, plan=layout)
+
+
+@contextmanager
+def _write(source: Source, _skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[_Writer]:
+    from quantkit.checkpoints.writer import open_writer
+
+    with open_writer(run.folder, source, layout.dtype, None) as checkpoint:
+        writer = _Writer(checkpoint, source, run)
+        writer.dtype = layout.dtype
+        yield writer
+
+
+def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    return {"bits": (refuse_other_dtypes(artifact.folder, artifact.manifest.tensor_types),)}
+
+
+def _recognizes(path: Path) -> bool:
+    try:
+        read_plain(path, str(path))
+    except (QuantkitError, OSError):
+        return False
+    return True
+
+
+FORMAT = Format(
+    name="float",
+    summary="plain safetensors of floats",
+    reference="https://github.com/huggingface/safetensors",
+    holds=(Content.FLOATS,),
+    loading={"transformers": Loading("5.23"), "reference": Loading(), "vllm": Loading("0.32")},
+    kinds=(Kind("float16"), Kind("bfloat16"), Kind("float32")),
+    servers={"sglang": "", "tgi": "", "exllama": ""},
+    recognizes=_recognizes,
+    open=_Reader,
+    check=_check,
+    writer=_write,
+    recorded_options=_recorded_options,
+)

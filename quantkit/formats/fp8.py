@@ -11,66 +11,68 @@ integrations/finegrained_fp8.py, which takes no blocks that are cut off at the e
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.rows import Rows
-from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Format, Kind, Layout
-from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.contracts.format import Format, Kind, Loading
+from quantkit.errors import ArtifactError
+from quantkit.formats._layers import RowsReader
 from quantkit.formats._quantization_config import quantization_of, recognizes
-from quantkit.formats._small_floats import E4M3, exponents
+from quantkit.numerics.scaled.weight import E8M0_BIAS
 from quantkit.untrusted import shown
-
-if TYPE_CHECKING:
-    import torch
 
 AGAIN = "Fetch the checkpoint again."
 SCALES = ("_scale_inv", "_scale")  # behind a tensor's name
 LEFT_OUT = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".kv_scale")
 SCALE_TYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 CODES = "float8_e4m3fn"
+VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()  # of each byte
 MOST_SIDE = 1 << 24  # rows or columns of a block
 
 
-class _Reader:
+class _Reader(RowsReader):
     def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
-        self._folder, self._stored = folder, StoredTensors(folder, files)
+        super().__init__(folder, files)
         settings, where = quantization_of(folder), f"{folder / 'config.json'}: quantization_config"
         self._block = _block_size(settings, where)
+        self.called = "fp8, " + ("one scale a tensor" if self._block is None else f"blocks of {_by(self._block)}")
         if settings.get("expert_dtype") not in (None, "fp8"):
             raise ArtifactError(f"{where}: expert_dtype is {shown(settings['expert_dtype'])}, and only fp8 is read")
         self._bytes_are_exponents = settings.get("scale_fmt") == "ue8m0"
-        known = set(self._stored.names())
-        self._scales = {
-            name: self._scale_of(name, known) for name in sorted(known) if self._stored.dtype(name) == CODES
-        }
-        self._parts = set(self._scales.values())
+        known = set(self.stored.names())
+        self.shapes = {name: self.stored.shape(name) for name in sorted(known) if self.stored.dtype(name) == CODES}
+        self._scales = {name: self._scale_of(name, known) for name in self.shapes}
+        scales = set(self._scales.values())
+        self.beside = scales | {name for name in known if name.endswith(LEFT_OUT)}
         for name in sorted(known):
-            self._refuse_other(name)
+            dtype = self.stored.dtype(name)
+            if name not in self.shapes and name not in scales and dtype.startswith("float8"):
+                raise ArtifactError(f"{folder}: {name} is {dtype}, and codes are {CODES}. {AGAIN}")
+            if name.endswith(SCALES[0]) and name not in scales:
+                raise ArtifactError(f"{folder} has {name} without codes of {CODES} that it scales. {AGAIN}")
 
     def _scale_of(self, name: str, known: set[str]) -> str:
         """The name of the scales of a tensor of codes, whose shape is held against its own."""
         scale = next((name + suffix for suffix in SCALES if name + suffix in known), None)
         if scale is None:
-            raise ArtifactError(f"{self._folder} lacks the tensor {name}{SCALES[0]}, the scales of {name}. {AGAIN}")
-        shape, found, dtype = self._stored.shape(name), self._stored.shape(scale), self._stored.dtype(scale)
+            raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES[0]}, the scales of {name}. {AGAIN}")
+        shape, found, dtype = self.shapes[name], self.stored.shape(scale), self.stored.dtype(scale)
         if len(shape) < 2 or 0 in shape:
-            raise ArtifactError(f"{self._folder}: {name} has the shape {shape}, which is no matrix of codes. {AGAIN}")
+            raise ArtifactError(f"{self.folder}: {name} has the shape {shape}, which is no matrix of codes. {AGAIN}")
         if dtype not in SCALE_TYPES and not (dtype == "uint8" and self._bytes_are_exponents):
-            raise ArtifactError(f"{self._folder}: the scales {scale} are {dtype}, not float32. {AGAIN}")
+            raise ArtifactError(f"{self.folder}: the scales {scale} are {dtype}, not float32. {AGAIN}")
         grid = self._grid(shape)
         if found != grid and not (self._block is None and prod(found) == prod(grid) == 1):
-            blocks = "null" if self._block is None else f"{self._block[0]} x {self._block[1]}"
+            blocks = "null" if self._block is None else _by(self._block)
             raise ArtifactError(
-                f"{self._folder}: {scale} has the shape {found}; with weight_block_size {blocks} the codes {name} of "
+                f"{self.folder}: {scale} has the shape {found}; with weight_block_size {blocks} the codes {name} of "
                 f"the shape {shape} have scales of the shape {grid}. {AGAIN}"
             )
         return scale
@@ -80,42 +82,22 @@ class _Reader:
         rows, columns = (-(-side // block) for side, block in zip(shape[-2:], self._block or shape[-2:], strict=True))
         return (*shape[:-2], rows, columns)
 
-    def _refuse_other(self, name: str) -> None:
-        dtype = self._stored.dtype(name)
-        if name not in self._scales and name not in self._parts and dtype.startswith("float8"):
-            raise ArtifactError(f"{self._folder}: {name} is {dtype}, and codes are {CODES}. {AGAIN}")
-        if name.endswith(SCALES[0]) and name not in self._parts:
-            raise ArtifactError(f"{self._folder} has {name} without codes of {CODES} that it scales. {AGAIN}")
-
-    def names(self) -> list[str]:
-        """The tensors' names in the source."""
-        return [name for name in self._stored.names() if name not in self._parts and not name.endswith(LEFT_OUT)]
-
-    def read(self, name: str) -> torch.Tensor | Rows:
-        """One of them: of a tensor of codes the values, row by row."""
-        if name not in self._scales:
-            return self._stored.read(name)
-        shape, scales = self._stored.shape(name), self._read_scales(name)
-        return Rows(shape, partial(self._dequantized, name, shape, scales))
-
-    def _read_scales(self, name: str) -> NDArray[np.float32]:
-        """(..., n, k) float32, one for each block; raises ArtifactError where one is not finite."""
+    def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
         stored = self._scales[name]
-        value = self._stored.read(stored)
-        if self._stored.dtype(stored) in ("uint8", "float8_e8m0fnu"):
-            scales = exponents(self._stored.read_rows(stored, 0, max(1, *value.shape[:1])).reshape(tuple(value.shape)))
+        value = self.stored.read(stored)
+        if self.stored.dtype(stored) in ("uint8", "float8_e8m0fnu"):
+            with np.errstate(over="ignore"):  # NaN, which becomes infinite
+                scales = np.ldexp(np.float32(1), value.view(torch.uint8).numpy().astype(np.int32) - E8M0_BIAS)
         else:
             scales = value.float().numpy()
         if not np.isfinite(scales).all():
-            raise ArtifactError(f"{self._folder}: the scales {stored} of {name} are not finite. {AGAIN}")
-        return scales.reshape(self._grid(self._stored.shape(name)))
+            raise ArtifactError(f"{self.folder}: the scales {stored} of {name} are not finite. {AGAIN}")
+        return partial(self._dequantized, name, scales.reshape(self._grid(self.shapes[name])))
 
-    def _dequantized(
-        self, name: str, shape: tuple[int, ...], scales: NDArray[np.float32], start: int, stop: int
-    ) -> NDArray[np.float32]:
-        """Rows `start:stop` of a tensor, of a stack its matrices."""
-        codes = self._stored.read_rows(name, start, stop)
-        values: NDArray[np.float32] = E4M3[codes].reshape(stop - start, *shape[1:])
+    def _dequantized(self, name: str, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
+        """Rows `start:stop` of a tensor, of a stack its matrices; `scales` (..., n, k) are those of its blocks."""
+        shape = self.shapes[name]
+        values: NDArray[np.float32] = VALUES[self.stored.read_rows(name, start, stop)].reshape(-1, *shape[1:])
         rows, columns = self._block or shape[-2:]
         if len(shape) == 2:
             of_rows = scales[np.arange(start, stop) // rows]
@@ -126,23 +108,9 @@ class _Reader:
                 values[..., block * columns : (block + 1) * columns] *= of_rows[..., block : block + 1]
         return values
 
-    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of the values of a tensor of codes; None for a dense tensor."""
-        return self._stored.shape(name) if name in self._scales else None
 
-    def quantization(self) -> str:
-        """What it is called."""
-        return (
-            "fp8, one scale a tensor" if self._block is None else f"fp8, blocks of {self._block[0]} x {self._block[1]}"
-        )
-
-    def layout(self) -> Layout:
-        """There is none in another format."""
-        raise UnsupportedError(f"{self._folder} has no grouped codes but {self.quantization()}")
-
-    def types(self) -> Mapping[str, int]:
-        """Tensors by their type."""
-        return Counter(self._stored.dtype(name) for name in self.names())
+def _by(block: tuple[int, int]) -> str:
+    return f"{block[0]} x {block[1]}"
 
 
 def _block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
@@ -162,11 +130,10 @@ FORMAT = Format(
     summary="8-bit floats with a scale for each block, as DeepSeek's checkpoints have them; read as a source",
     reference="https://huggingface.co/docs/transformers/quantization/finegrained_fp8",
     holds=(),
-    engines=("reference", "transformers"),
+    loading={"reference": Loading(), "transformers": Loading("5.23")},
     recognizes=partial(recognizes, "fp8"),
     open=_Reader,
     open_quantized=_Reader,
     kinds=(Kind("8", "E4M3, a source only"),),
     refusals=lambda _quantization: {"vllm": "it has not been tried with vLLM here"},
-    since={"transformers": "5.23"},
 )

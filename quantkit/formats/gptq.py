@@ -19,26 +19,14 @@ from typing import Any
 import torch
 
 from quantkit.artifact import Artifact
-from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Format, Layout
+from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import GroupedReader, GroupedWriter, check, write
-from quantkit.formats._grouped_layout import (
-    AGAIN,
-    NEEDS_GPTQMODEL,
-    OTHERS,
-    LayerShape,
-    Packing,
-    Parts,
-    kinds,
-    matrix,
-    mixes,
-)
-from quantkit.formats._grouped_tells import tells
+from quantkit.formats import _grouped as grouped
+from quantkit.formats._grouped import OTHERS, GroupedPacking, open_grouped
+from quantkit.formats._layers import AGAIN, LayerWriter, Parts, StoredLayer
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
-from quantkit.formats._quantization_config import Untouched, quantization_of, recognizes
-from quantkit.formats._source_settings import layer_overrides
+from quantkit.formats._quantization_config import Untouched, layer_overrides, quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -50,76 +38,48 @@ SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact
 HEAD_READERS = "vLLM and GPTQModel find the quantized output head; transformers' own loader of GPTQ does not"
 # What vLLM calls layers that it joins: it matches these names, not those of the parts.
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-USAGE = """
-vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`):
-
-```bash
-vllm serve FOLDER
-```
-
-transformers, with `pip install optimum gptqmodel`:
-
-{transformers}
-"""
 
 
-class GptqPacking(Packing):
-    """Words of codes along the columns; zero points less `shift`, which is 0 in version 2."""
+class _GptqPacking(GroupedPacking):
+    """Words of codes along the columns; zero points less `shift`, which is 0 in version 2.
 
-    def __init__(self, shift: int = 1) -> None:
-        self.shift = shift
+    `told_by_zeros`: config.json leaves the bits of some layers to the tensors.
+    """
 
     name = "gptq"
     bits = (2, 3, 4, 8)
-    codes, scales = "qweight", "scales"
     parts = ("qweight", "qzeros", "scales", "g_idx")
     order, orders_columns = "g_idx", True
-    told_by_zeros = False  # whether config.json leaves the bits of some layers to the tensors
     least_zero = 1
 
-    def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """`qweight`, `qzeros`, `scales` and `g_idx`."""
-        n, k, groups, bits = layer.rows, layer.columns, layer.groups, layer.bits
+    def __init__(self, shift: int = 1, told_by_zeros: bool = False) -> None:
+        self._shift, self._told_by_zeros = shift, told_by_zeros
+
+    def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {
-            "qweight": ("int32", (k * bits // 32, n)),
-            "qzeros": ("int32", (groups, n * bits // 32)),
-            "scales": ("float16", (groups, n)),
-            "g_idx": ("int32", (k,)),
+            "qweight": ("int32", (columns * kind.bits // 32, rows)),
+            "qzeros": ("int32", (groups, rows * kind.bits // 32)),
+            "scales": ("float16", (groups, rows)),
+            "g_idx": ("int32", (columns,)),
         }
 
-    def pack(self, weight: GroupedWeight, _layout: Layout) -> dict[str, torch.Tensor]:
-        """All four parts."""
+    def pack_codes(self, weight: GroupedWeight, _layout: Layout) -> dict[str, torch.Tensor]:
         return {
             "qweight": pack_rows(weight.codes.T, weight.bits),
-            "qzeros": pack_columns(weight.zeros.T - self.shift, weight.bits),
-            "scales": self.pack_scales(weight.scales),
+            "qzeros": pack_columns(weight.zeros.T - self._shift, weight.bits),
             "g_idx": weight.g_idx.to(torch.int32),
         }
 
-    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
-        """The inverse."""
-        codes, scales = unpack_rows(parts["qweight"], bits).T.contiguous(), parts["scales"].T.contiguous()
-        zeros = self.unpack_zeros(parts, bits, *scales.shape)
-        return GroupedWeight(codes, scales, zeros, self.groups(parts, codes.shape[1], scales.shape[1]), bits)
+    def unpack_codes(self, parts: Parts, bits: int) -> torch.Tensor:
+        return unpack_rows(parts["qweight"], bits).T.contiguous()
 
     def unpack_zeros(self, parts: Parts, bits: int, _rows: int, _groups: int) -> torch.Tensor:
-        """From `qzeros`."""
-        zeros = unpack_columns(parts["qzeros"], bits).to(torch.int16) + self.shift
+        zeros = unpack_columns(parts["qzeros"], bits).to(torch.int16) + self._shift
         if int(zeros.max()) >= 1 << bits:  # some tools write 0 - 1 as the largest code, and readers differ on it
             raise ArtifactError(f"qzeros hold zero points of {1 << bits}, which are no codes of {bits} bits. {AGAIN}")
         return zeros.to(torch.uint8).T.contiguous()
 
-    def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """(G, N) float16."""
-        return scales.T.contiguous().to(torch.float16)
-
-    def size(self, stored: StoredTensors, stem: str, bits: int) -> tuple[int, int, int]:
-        """From the shapes of codes and scales."""
-        codes, (groups, rows) = matrix(stored, stem + self.codes), matrix(stored, stem + self.scales)
-        return rows, codes[0] * 32 // bits, groups
-
     def refusal(self, name: str, rows: int, columns: int, bits: int) -> str | None:
-        """Codes and zero points fill whole words."""
         unit = codes_per_unit(bits)
         if rows % unit or columns % unit:
             return f"{name} has {rows} x {columns} weights; {bits}-bit words need multiples of {unit} in both"
@@ -148,34 +108,40 @@ class GptqPacking(Packing):
         return (layout.bits,) if layout.bits in (4, 8) and alike else ()
 
     def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """What `dynamic` says, in our words."""
-        named = _named_bits(quantization)
-        return {**named, OTHERS: quantization.get("bits", 0)} if named else {}
+        """Those of expressions that are a layer's name each; raises ArtifactError for others."""
+        dynamic = quantization.get("dynamic") or {}
+        if not isinstance(dynamic, dict):
+            raise ArtifactError(f"quantization_config: dynamic is {shown(dynamic)}, no mapping. {AGAIN}")
+        bits: dict[str, int] = {}
+        for pattern, value in dynamic.items():
+            if pattern.startswith("-:"):
+                continue
+            name = re.sub(r"\\(.)", r"\1", pattern.removeprefix("+:").removesuffix("$"))
+            own = value.get("bits") if isinstance(value, dict) and len(value) == 1 else None
+            if pattern != _pattern(name) or type(own) is not int or own not in self.bits:
+                raise ArtifactError(
+                    f"quantization_config: dynamic has {shown(pattern)}: {shown(value)}, and not a layer's name with "
+                    f"its bits. {AGAIN}"
+                )
+            bits[name] = own
+        return {**bits, OTHERS: quantization.get("bits", 0)} if bits else {}
 
-    def stored_bits(self, stored: StoredTensors, stem: str, bits: int) -> int:
+    def stored_bits(self, layer: StoredLayer, bits: int) -> int:
         """As many as the zero points have."""
-        if not self.told_by_zeros:
+        if not self._told_by_zeros:
             return bits
-        zeros, scales = matrix(stored, f"{stem}qzeros"), matrix(stored, stem + self.scales)
+        zeros, scales = layer.matrix("qzeros"), layer.matrix(self.scales)
         own = zeros[1] * 32 // max(1, scales[1])
         return own if own in self.bits else bits
 
-    def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Rows lie along the second dimension."""
-        joined = {name: torch.cat([piece[name] for piece in pieces], 1) for name in ("qweight", "qzeros", "scales")}
-        return joined | {"g_idx": pieces[0]["g_idx"]}
-
-    def variant(self, quantization: Mapping[str, Any]) -> Packing:
+    def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
         """Version 2 stores zero points as they are."""
         version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
         if not isinstance(version, str) or version not in VERSIONS:
             raise ArtifactError(f"the checkpoint_format {shown(version)} is not supported, only gptq and gptq_v2 are")
-        packing = GptqPacking(VERSIONS[version])
-        packing.told_by_zeros = bool(layer_overrides(quantization))
-        return packing
+        return _GptqPacking(VERSIONS[version], bool(layer_overrides(quantization)))
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
-        """What some readers do not take."""
         notes = (SYMMETRIC_ONLY,) if layout.column_order or not layout.symmetric else ()
         return (*notes, HEAD_READERS) if layout.head_bits is not None else notes
 
@@ -195,55 +161,35 @@ def _joined(bits: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _named_bits(quantization: Mapping[str, Any]) -> dict[str, int]:
-    """The bits of layers by name, of expressions that are a name each; raises ArtifactError for others."""
-    dynamic = quantization.get("dynamic") or {}
-    if not isinstance(dynamic, dict):
-        raise ArtifactError(f"quantization_config: dynamic is {shown(dynamic)}, no mapping. {AGAIN}")
-    bits: dict[str, int] = {}
-    for pattern, value in dynamic.items():
-        if pattern.startswith("-:"):
-            continue
-        name = re.sub(r"\\(.)", r"\1", pattern.removeprefix("+:").removesuffix("$"))
-        own = value.get("bits") if isinstance(value, dict) and len(value) == 1 else None
-        if pattern != _pattern(name) or type(own) is not int or own not in GptqPacking.bits:
-            raise ArtifactError(
-                f"quantization_config: dynamic has {shown(pattern)}: {shown(value)}, and not a layer's name with its "
-                f"bits. {AGAIN}"
-            )
-        bits[name] = own
-    return bits
-
-
-PACKING = GptqPacking()
+PACKING = _GptqPacking()
 
 
 @contextmanager
-def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
-    with write(PACKING, source, skeleton, run, layout) as writer:
+def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[LayerWriter[GroupedWeight]]:
+    with grouped.write(PACKING, source, skeleton, run, layout) as writer:
         yield writer
     text = json.dumps(quantization_of(run.folder), indent=2, sort_keys=True) + "\n"
     (run.folder / SETTINGS).write_text(text, encoding="utf-8")
 
 
-def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     """What config.json says, of which quantize_config.json has a copy; raises ArtifactError where they differ."""
-    path = artifact.folder / SETTINGS
+    path, settings = artifact.folder / SETTINGS, quantization_of(artifact.folder)
     if SETTINGS in artifact.manifest.files:
-        copy, settings = read_object(path, ArtifactError, AGAIN), quantization_of(artifact.folder)
+        copy = read_object(path, ArtifactError, AGAIN)
         for name in sorted(copy.keys() | settings.keys()):
             if copy.get(name) != settings.get(name):
                 one, other = shown(copy.get(name)), shown(settings.get(name))
                 raise ArtifactError(f"{path}: {name} is {one}, and {other} in config.json. {AGAIN}")
-    said, has_head = tells(PACKING, artifact), quantization_of(artifact.folder).get("lm_head") is True
-    return {**said, "head_bits": (int(str(said["bits"][0])) if has_head else None,)}
+    said = grouped.recorded_options(PACKING, artifact)
+    return {**said, "head_bits": (int(str(said["bits"][0])) if settings.get("lm_head") is True else None,)}
 
 
 def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
     dynamic = quantization.get("dynamic")
     others = dynamic.values() if isinstance(dynamic, dict) else ()
     every = {quantization.get("bits"), *(part["bits"] for part in others if isinstance(part, dict) and "bits" in part)}
-    reasons = {"transformers": NEEDS_GPTQMODEL}
+    reasons = {"transformers": grouped.NEEDS_GPTQMODEL}
     if quantization.get("desc_act") or not quantization.get("sym", True) or not every <= {4, 8}:
         reasons["vllm"] = "vLLM loads GPTQ files of 4 and 8 bits that are symmetric and have no desc_act"
     if every != {4}:
@@ -255,17 +201,16 @@ FORMAT = Format(
     name="gptq",
     summary="grouped integer codes in GPTQ's layout",
     reference="https://github.com/ModelCloud/GPTQModel",
-    holds=("grouped codes",),
-    engines=("reference", "vllm"),
+    holds=(Content.GROUPED_CODES,),
+    loading={"reference": grouped.IN_REFERENCE, "vllm": Loading("0.32")},
     recognizes=partial(recognizes, "gptq"),
-    open=partial(GroupedReader, PACKING),
-    check=partial(check, PACKING),
+    open=partial(open_grouped, PACKING),
+    check=partial(grouped.check, PACKING),
     writer=_write,
-    open_quantized=partial(GroupedReader, PACKING, own=False),
-    kinds=(*kinds(PACKING), *mixes(PACKING)),
+    open_quantized=partial(open_grouped, PACKING, own=False),
+    kinds=(*grouped.kinds(PACKING), *grouped.mixes(PACKING)),
     refusals=_refusals,
-    since={"reference": "", "vllm": "0.32"},
     servers={"sglang": "", "tgi": "--quantize gptq", "exllama": ""},
-    tells=_tells,
-    usage=USAGE,
+    recorded_options=_recorded_options,
+    usage=grouped.usage("optimum gptqmodel", "vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`)"),
 )

@@ -1,0 +1,373 @@
+"""Checkpoints in safetensors whose quantized layers are several tensors each: codes, scales and what goes with them.
+
+The layouts of GPTQ, AWQ, compressed-tensors and bitsandbytes are a `Packing` each; one reader and one writer serve all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.checkpoints.spool import Spool
+from quantkit.checkpoints.writer import open_writer
+from quantkit.contracts.format import Layout, Stored, TensorWriter, Written
+from quantkit.contracts.run import Run
+from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.models.skeleton import Skeleton, rows_of, source_name, stack_of, stacks
+from quantkit.models.source import Source
+from quantkit.numerics.casting import cast_finite
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.normal_float import NormalFloatWeight
+from quantkit.numerics.scaled.weight import ScaledWeight
+
+AGAIN = "Convert again with --force."
+PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+SCALE_TYPES = {"float16", "bfloat16", "float32"}  # of other tools
+Parts = Mapping[str, torch.Tensor]
+Weight = TypeVar("Weight", GroupedWeight, ScaledWeight, NormalFloatWeight)
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """The parts of one quantized layer, tensors of `folder` whose names begin with `stem`; `parts` are there."""
+
+    folder: Path
+    stored: StoredTensors
+    stem: str
+    parts: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The source's name of its weight."""
+        return f"{self.stem}weight"
+
+    def dtype(self, part: str) -> str:
+        return self.stored.dtype(self.stem + part)
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        return self.stored.shape(self.stem + part)
+
+    def matrix(self, part: str) -> tuple[int, int]:
+        """The shape of a part of two dimensions; raises ArtifactError for another."""
+        shape = self.shape(part)
+        if len(shape) != 2:
+            raise ArtifactError(f"the tensor {self.stem + part} has the shape {shape}, not two dimensions. {AGAIN}")
+        return shape[0], shape[1]
+
+    def read(self, parts: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those of some parts that are there."""
+        return {part: self.stored.read(self.stem + part) for part in parts if part in self.parts}
+
+
+class Packing(ABC, Generic[Weight]):
+    """How a weight of the type `holds` becomes the tensors NAME.PART of a layer, and how it is read back.
+
+    `parts` are all that a layer can have, `codes` the one with its codes. A layer is quantized where all of `marks` are
+    there; `loose` parts may be there without one. What is not quantized has the type `dtype`. `bits` are those that
+    codes can have; `keeps_stacks`: experts that the source keeps stacked stay so. Codes are stored as `code_type`.
+    """
+
+    holds: type[Weight]
+    codes: str
+    marks: tuple[str, ...]
+    parts: tuple[str, ...]
+    bits: tuple[int, ...]
+    loose: tuple[str, ...] = ()
+    keeps_stacks: bool = False
+    dtype: torch.dtype = torch.float16
+    code_type = "int32"
+
+    @abstractmethod
+    def pack(self, weight: Weight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
+        """The parts of a layer; `what` names it in errors."""
+
+    @abstractmethod
+    def unpack(self, parts: Parts, bits: int) -> Weight:
+        """The layer of its parts; the inverse of `pack`."""
+
+    @abstractmethod
+    def shape(self, layer: StoredLayer) -> tuple[int, int]:
+        """The shape (N, K) of a layer's values, without reading them."""
+
+    @abstractmethod
+    def called(self, layers: Iterable[StoredLayer]) -> str:
+        """What these layers are called, in a few words."""
+
+    @abstractmethod
+    def value(self, layer: StoredLayer, weight: Weight) -> Stored:
+        """What is given of a layer; raises ArtifactError for values that engines cannot take."""
+
+    def refuse_parts(self, layer: StoredLayer) -> None:
+        """Raise ArtifactError where types and shapes of a layer's parts do not fit each other and config.json."""
+
+    def layout(self, _layers: Sequence[StoredLayer]) -> Layout | None:
+        """What would hold the codes of these layers; None where another format cannot hold them."""
+        return None
+
+    def bits_of(self, _layer: StoredLayer) -> int:
+        """The bits of a layer's codes."""
+        return self.bits[0]
+
+    def depends_on(self, layer: StoredLayer) -> object:
+        """What the values of a layer depend on beside its parts."""
+        return self.bits_of(layer)
+
+    def pack_scales(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The part that has the scales (N, G)."""
+        raise TypeError(f"the scales of a {self.holds.__name__} cannot be replaced")
+
+    def type_name(self, bits: int) -> str:
+        """How the manifest counts a layer with codes of so many bits."""
+        return f"int{bits}"
+
+
+def _stems(packing: Packing[Any], stored: Collection[str]) -> set[str]:
+    """What the names of the parts of each quantized layer begin with."""
+    first, *others = packing.marks
+    stems = (name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
+    return {stem for stem in stems if all(stem + mark in stored for mark in others)}
+
+
+def source_names(packing: Packing[Any], stored: Collection[str]) -> list[str]:
+    """The names of what is stored as the source has them: of a layer that of its weight."""
+    stems = _stems(packing, stored)
+    parts = {stem + part for stem in stems for part in packing.parts}
+    return sorted({*(stem + "weight" for stem in stems), *(name for name in stored if name not in parts)})
+
+
+class FolderReader(ABC):
+    """The tensors of a folder, some of which are quantized."""
+
+    def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
+        self.folder, self.stored = folder, StoredTensors(folder, files)
+
+    @abstractmethod
+    def names(self) -> list[str]: ...
+
+    @abstractmethod
+    def quantization(self) -> str: ...
+
+    def type_of(self, name: str) -> str:
+        """How the manifest counts one of them."""
+        return self.stored.dtype(name)
+
+    def types(self) -> Mapping[str, int]:
+        return Counter(map(self.type_of, self.names()))
+
+    def layout(self) -> Layout:
+        raise UnsupportedError(f"{self.folder} has no grouped codes: it is {self.quantization()}")
+
+
+class LayerReader(FolderReader):
+    """Layers under their weight's name, the rest as stored.
+
+    Of several `packings`, which a folder has for several groups of layers, that one reads a layer whose types and
+    shapes its parts fit. Raises ArtifactError where none does, or where two do that give other values.
+    """
+
+    def __init__(self, folder: Path, files: tuple[str, ...], packings: Sequence[Packing[Any]]) -> None:
+        super().__init__(folder, files)
+        self._packings, names = packings, set(self.stored.names())
+        claims: dict[str, list[Packing[Any]]] = {}
+        for packing in packings:
+            for stem in _stems(packing, names):
+                if len(packings) == 1 or self.stored.dtype(stem + packing.codes) == packing.code_type:
+                    claims.setdefault(stem, []).append(packing)
+        self._layers: dict[str, tuple[StoredLayer, Packing[Any]]] = {}
+        parts: set[str] = set()
+        for stem, owners in sorted(claims.items()):
+            packing = self._owner(stem, owners, names)
+            there = tuple(part for part in packing.parts if stem + part in names)
+            self._layers[f"{stem}weight"] = StoredLayer(folder, self.stored, stem, there), packing
+            parts |= {stem + part for part in packing.parts}
+        self._rest = names - parts
+        for name in sorted(self._rest):
+            for packing in packings:
+                self._refuse_part(name, packing)
+
+    def _owner(self, stem: str, owners: list[Packing[Any]], names: Collection[str]) -> Packing[Any]:
+        if len(self._packings) == 1:
+            return owners[0]
+        if len({packing.codes for packing in owners}) > 1:
+            raise ArtifactError(f"{self.folder} has the layer {stem[:-1]} twice, in two kinds of codes. {AGAIN}")
+        fitting: dict[Packing[Any], object] = {}
+        for packing in owners:
+            layer = StoredLayer(self.folder, self.stored, stem, tuple(p for p in packing.parts if stem + p in names))
+            with suppress(ArtifactError):
+                packing.refuse_parts(layer)
+                fitting[packing] = packing.depends_on(layer)
+        if len(set(fitting.values())) != 1:
+            which = "several" if fitting else "none"
+            kinds = "; ".join(packing.called([]).partition(", ")[2] for packing in self._packings)
+            raise ArtifactError(
+                f"{self.folder}: the parts of {stem}weight fit {which} of the groups of config.json ({kinds}). {AGAIN}"
+            )
+        return next(iter(fitting))
+
+    def _refuse_part(self, name: str, packing: Packing[Any]) -> None:
+        """Raise ArtifactError for a tensor that would be a part of a layer that is not there."""
+        for part in packing.parts:
+            if not name.endswith(f".{part}") or part in packing.loose:
+                continue
+            if part != packing.codes:
+                raise ArtifactError(f"{self.folder} has {name} without its {packing.codes}. {AGAIN}")
+            if (dtype := self.stored.dtype(name)) not in FLOATS:
+                what = f"the codes {name} of {dtype} without their scales, or config.json has no such group"
+                raise ArtifactError(f"{self.folder} has {what}. {AGAIN}")
+
+    def names(self) -> list[str]:
+        return sorted({*self._layers, *self._rest})
+
+    def read(self, name: str) -> Stored:
+        if name not in self._layers:
+            return self.stored.read(name)
+        layer, packing = self._layers[name]
+        packing.refuse_parts(layer)
+        return packing.value(layer, packing.unpack(layer.read(packing.parts), packing.bits_of(layer)))
+
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        if name not in self._layers:
+            return None
+        layer, packing = self._layers[name]
+        return packing.shape(layer)
+
+    def type_of(self, name: str) -> str:
+        if name not in self._layers:
+            return super().type_of(name)
+        layer, packing = self._layers[name]
+        return packing.type_name(packing.bits_of(layer))
+
+    def quantization(self) -> str:
+        own = [[layer for layer, owner in self._layers.values() if owner is packing] for packing in self._packings]
+        first, *others = (packing.called(layers) for packing, layers in zip(self._packings, own, strict=True))
+        return "; ".join([first, *(other.partition(", ")[2] for other in others)])
+
+    def layout(self) -> Layout:
+        if len(self._packings) > 1:
+            raise several_kinds(self.folder, self.quantization())
+        layout = self._packings[0].layout([layer for layer, _ in self._layers.values()])
+        return super().layout() if layout is None else layout
+
+
+def several_kinds(folder: Path, quantization: str) -> UnsupportedError:
+    """The error for a folder whose layers no single layout holds."""
+    return UnsupportedError(f"{folder} has layers of several kinds ({quantization}), and keep writes one kind only")
+
+
+class RowsReader(FolderReader):
+    """The tensors of a folder that is a source only; quantized ones are dequantized row by row.
+
+    `shapes` are those of the values of quantized tensors by name; `beside` are tensors that only they need.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    beside: set[str]
+    called: str
+
+    @abstractmethod
+    def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
+        """What gives rows of a quantized tensor; raises ArtifactError where its scales are not finite."""
+
+    def names(self) -> list[str]:
+        return sorted({*self.stored.names(), *self.shapes} - self.beside)
+
+    def read(self, name: str) -> torch.Tensor | Rows:
+        shape = self.quantized_shape(name)
+        return self.stored.read(name) if shape is None else Rows(shape, self.dequantizer(name))
+
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        return self.shapes.get(name)
+
+    def quantization(self) -> str:
+        return self.called
+
+
+class LayerWriter(TensorWriter, Generic[Weight]):
+    """Takes layers and dense tensors of the blocks; at the end everything else comes from the source."""
+
+    def __init__(self, checkpoint: Spool, source: Source, run: Run, packing: Packing[Weight], layout: Layout) -> None:
+        super().__init__(checkpoint, source, run)
+        self.packing: Packing[Weight] = packing
+        self.layout = layout
+
+    def add(self, name: str, value: Written) -> None:
+        what = f"{name} of {self.source.model}"
+        if isinstance(value, torch.Tensor):
+            self.checkpoint.add(name, cast_finite(value, self.packing.dtype, what))
+            self.run.findings.count(_words(self.packing.dtype))
+            return
+        if not isinstance(value, self.packing.holds):
+            return super().add(name, value)
+        for part, tensor in self.packing.pack(value, self.layout, what).items():
+            self.checkpoint.add(name.removesuffix("weight") + part, tensor)
+        self.run.findings.count(self.packing.type_name(self.layout.bits_of(name)))
+
+    def block(self, prefix: str) -> dict[str, Any]:
+        stored = {name for name in self.checkpoint.names() if name.startswith(prefix)}
+        stems = _stems(self.packing, stored)
+        found: dict[str, Any] = {}
+        for name in source_names(self.packing, stored):
+            if (stem := name.removesuffix("weight")) in stems:
+                parts = {part: self.checkpoint.get(stem + part) for part in self.packing.parts if stem + part in stored}
+                found[name] = self.packing.unpack(parts, self.layout.bits_of(name))
+            else:
+                found[name] = self.checkpoint.get(name)
+        return found
+
+    def replace_scales(self, name: str, scales: torch.Tensor) -> None:
+        for part, tensor in self.packing.pack_scales(scales).items():
+            self.checkpoint.replace(name.removesuffix("weight") + part, tensor)
+
+
+@contextmanager
+def write_layers(
+    packing: Packing[Weight], source: Source, skeleton: Skeleton, run: Run, layout: Layout, quantization: dict[str, Any]
+) -> Iterator[LayerWriter[Weight]]:
+    """Yield a writer; on success write the whole checkpoint, with `quantization` in its config.json."""
+    with open_writer(run.folder, source, _words(packing.dtype), quantization) as checkpoint:
+        writer = LayerWriter(checkpoint, source, run, packing, layout)
+        yield writer
+        _add_others(writer, skeleton)
+
+
+def _add_others(writer: LayerWriter[Any], skeleton: Skeleton) -> None:
+    """Add the parameters that no method has added, some rows at a time."""
+    source, packing = writer.source, writer.packing
+    done = set(source_names(packing, set(writer.checkpoint.names())))
+    for parameter in skeleton.parameter_names():
+        stack = stack_of(source, skeleton, parameter) if packing.keeps_stacks and parameter not in done else None
+        name = stack or parameter
+        if name not in done:
+            done.add(name)
+            rows = (
+                source.in_rows(source_name(source, skeleton, parameter)) if stack else rows_of(source, skeleton, name)
+            )
+            what = f"{name} of {source.model}"
+            pieces = (cast_finite(torch.from_numpy(piece), packing.dtype, what) for _, piece in rows.pieces(PIECE))
+            writer.checkpoint.add_pieces(name, packing.dtype, rows.shape, pieces)
+            writer.run.findings.count(_words(packing.dtype))
+
+
+def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
+    """Raise UnsupportedError where weights stay stacked."""
+    if stacked := stacks(skeleton):
+        raise UnsupportedError(
+            f"the architecture {source.architecture!r} keeps weights stacked ({stacked[0]}) in a way that is not "
+            "known, and this layout cannot hold them so"
+        )
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,350 @@
+"""4-bit NormalFloat checkpoints as transformers stores them for bitsandbytes.
+
+Per linear layer with weight (N, K): `weight` uint8 [N*K/2, 1] and, beside it, `weight.absmax`, `weight.quant_map`, with
+double quantization `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
+(numerics/normal_float.py has their shapes). All else is dense. Loaded by transformers with bitsandbytes.
+
+As sources also bitsandbytes' FP4, which differs in the table of values, and LLM.int8: `weight` int8 [N, K], `SCB`
+float32 [N], the largest value of each row, and `weight_format`, one uint8, 0 for rows side by side. A value is code
+times SCB / 127, as of bitsandbytes' int8_vectorwise_dequant (Dettmers et al., arXiv:2208.07339, section 2.1). Not
+supported: former versions' orders of codes for tensor cores (`weight_format` 1 to 3).
+
+Which layers transformers gives to bitsandbytes its own code says, asked on modules without weights: it replaces plain
+linear layers and GPT-2's Conv1D, and leaves alone subclasses such as FalconLinear, stacks of experts, the head, and
+what it keeps in float32. Source: transformers/integrations/bitsandbytes.py; `_convert_weight_packed_for_cpu` of
+bitsandbytes/functional.py, 0.50.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quantkit.artifact import Artifact
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.contracts.format import Content, Format, Kind, Layout, Loading, TensorWriter
+from quantkit.contracts.run import Checked, Run
+from quantkit.contracts.stored import NamedReader, open_stored
+from quantkit.errors import ArtifactError, EngineError, UnsupportedError
+from quantkit.formats._layers import LayerReader, Packing, Parts, RowsReader, StoredLayer, write_layers
+from quantkit.formats._quantization_config import quantization_of, recognizes, refuse_other_dtypes, untouched
+from quantkit.models.skeleton import Skeleton, linears_to_quantize, open_skeleton, refuse_shapes
+from quantkit.models.source import Source
+from quantkit.models.unfuse import renamed
+from quantkit.numerics.normal_float import STATES, NormalFloatWeight
+from quantkit.untrusted import shown, silenced, told
+
+CALLED = {"nf4": "4-bit NormalFloat", "fp4": "4-bit floats (FP4)"}
+SCALES, ORDER = "SCB", "weight_format"
+STEP = np.float32(1 / 127)
+AGAIN = "Fetch the checkpoint again."
+USAGE = """
+transformers, with `pip install bitsandbytes`:
+
+{transformers}
+"""
+# Where a processor has AVX-512 with bfloat16, codes are laid out anew before the first product, or an assertion fails.
+ROW_UNIT = 32
+RUN = 64  # columns that share a scale; with a part of one in a row, values are wrong, or a shape error comes
+FOR_CARDS = (
+    f"bitsandbytes computes it on cards only: processors want columns in multiples of {RUN}, and those that have "
+    f"AVX-512 with bfloat16 rows in multiples of {ROW_UNIT}"
+)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The weights that transformers lets bitsandbytes hold, by the skeleton's names, and those that stay `dense`.
+
+    `kept_in` says in what the first of those is kept. `skipped` are modules that it would replace and that are not
+    quantized, beside those it leaves out by itself, which count only where a file names none: empty, or all of them.
+    """
+
+    quantized: tuple[str, ...]
+    dense: tuple[str, ...]
+    kept_in: str
+    skipped: tuple[str, ...]
+
+
+def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: Any = None) -> Replaced:
+    """What becomes of `linears`, the weights of our skeleton of a config.json; raises UnsupportedError for none at all.
+
+    `settings` is the configuration of transformers for `config`, where it was made before.
+    """
+    from bitsandbytes.nn import Linear4bit
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    model = open_skeleton(config, native=True, settings=settings).model
+    kind = str(config.get("model_type"))
+    classes = {renamed(kind, f"{name}.weight"): type(module).__name__ for name, module in model.named_modules()}
+    quantizer = Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True), pre_quantized=True)
+    usual = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    with silenced():
+        quantizer.preprocess_model(model, device_map=None)
+    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)]
+    found = {renamed(kind, name): name for name in names}
+    quantized = tuple(name for name in linears if name in found)
+    dense = tuple(name for name in linears if name not in found)
+    kept_in = f"in a {classes[dense[0]]}" if dense and dense[0] in classes else "stacked"
+    if not quantized:
+        raise UnsupportedError(
+            f"transformers gives bitsandbytes no layer of {shown(config.get('model_type'))} (not {dense[0]}, which it "
+            f"keeps {kept_in}), so nothing would be quantized"
+        )
+    others = sorted(found[name].removesuffix(".weight") for name in found.keys() - set(linears))
+    return Replaced(quantized, dense, kept_in, (*sorted(usual), *others) if others else ())
+
+
+def computed_by_processors(rows: int, columns: int, units: bool = True) -> bool:
+    """Whether bitsandbytes computes a layer (rows, columns) on processors with (`units`) or without bfloat16 units."""
+    return columns % RUN == 0 and (rows % ROW_UNIT == 0 or not units)
+
+
+def has_bfloat16_units() -> bool:
+    """Whether bitsandbytes takes this processor for one that has them."""
+    from bitsandbytes.functional import has_avx512bf16
+
+    return bool(has_avx512bf16())
+
+
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+    refuse_shapes(source, skeleton)
+    linears = linears_to_quantize(source, skeleton)
+    replaced = replaced_layers(source.config, linears, source.settings)
+    shapes = {name: linears[name] for name in replaced.quantized}
+    quantized = sum(n * k for n, k in shapes.values())
+    notes = []
+    if replaced.dense:
+        share, rest = quantized / sum(n * k for n, k in linears.values()), source.parameters - quantized
+        scales = 8 / RUN + 32 / (RUN * 256) if (layout.settings or {}).get("double_quant", True) else 32 / RUN
+        bits = (quantized * (4 + scales) + rest * (32 if layout.dtype == "float32" else 16)) / source.parameters
+        left = (
+            f"transformers gives bitsandbytes {len(shapes)} of {len(linears)} linear layers of {source.architecture!r} "
+            f"(not {replaced.dense[0]}, which it keeps {replaced.kept_in}), {share:.1%} of their weights: the file has "
+            f"{bits:.2f} bits per weight"
+        )
+        if share < layout.min_quantized:
+            raise UnsupportedError(f"{left}. Take --min-quantized {math.floor(share * 100) / 100:g} to have it so")
+        notes.append(f"{left}, and what is left has {layout.dtype}")
+    if misfits := [name for name, shape in shapes.items() if not computed_by_processors(*shape)]:
+        rows, columns = shapes[misfits[0]]
+        notes.append(
+            f"{len(misfits)} of {len(shapes)} quantized layers, such as {misfits[0]} ({rows} x {columns} weights): "
+            f"{FOR_CARDS}. Judge there with --engine reference"
+        )
+    return Checked(
+        int(quantized * 4.6 / 8 + (source.parameters - quantized) * 2 + 50_000_000),
+        notes=tuple(notes),
+        plan=replace(layout, dense=replaced.dense, skipped=replaced.skipped),
+    )
+
+
+class _NormalFloatPacking(Packing[NormalFloatWeight]):
+    """Codes of the table `kind`, and the config.json of the model of a folder that is read."""
+
+    holds = NormalFloatWeight
+    codes, code_type = "weight", "uint8"
+    bits = (4,)
+    keeps_stacks = True
+
+    def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16, config: dict[str, Any] | None = None) -> None:
+        self._kind, self.dtype, self._config = kind, dtype, config or {}
+        self._state = f"weight.{STATES[kind]}"
+        scales = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", *STATES.values())
+        self.marks, self.parts = (self._state, "weight"), ("weight", *(f"weight.{part}" for part in scales))
+
+    @cached_property
+    def _skeleton(self) -> Skeleton:
+        return open_skeleton(self._config)
+
+    def pack(self, weight: NormalFloatWeight, _layout: Layout, _what: str) -> dict[str, torch.Tensor]:
+        return {"weight": weight.packed} | {f"weight.{part}": tensor for part, tensor in weight.parts.items()}
+
+    def unpack(self, parts: Parts, _bits: int) -> NormalFloatWeight:
+        others = {part.removeprefix("weight."): tensor for part, tensor in parts.items() if part != "weight"}
+        return NormalFloatWeight(_as_bytes(parts["weight"]), others)
+
+    def type_name(self, _bits: int) -> str:
+        return self._kind
+
+    def called(self, _layers: Iterable[StoredLayer]) -> str:
+        return f"bitsandbytes, {CALLED[self._kind]}"
+
+    def shape(self, layer: StoredLayer) -> tuple[int, int]:
+        unread = torch.empty(layer.shape("weight"), dtype=getattr(torch, layer.dtype("weight")), device="meta")
+        with told(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
+            return self.unpack({"weight": unread} | layer.read([self._state]), 4).shape
+
+    def value(self, layer: StoredLayer, weight: NormalFloatWeight) -> torch.Tensor:
+        """The values as the source has them."""
+        with told(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
+            value = weight.dense()
+        origin = self._skeleton.origins.get(layer.name)
+        return value.T if origin is not None and origin.transposed and origin.expert is None else value
+
+
+def _as_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """The codes as uint8 [bytes, 1], which other tools store as numbers of any type (`bnb_4bit_quant_storage`)."""
+    return packed.view(torch.uint8).reshape(-1, 1) if packed.shape[1:] == (1,) else packed
+
+
+def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> LayerReader:
+    """The tensors of a folder with codes of 4 bits, dense; all are of the same table, `kind`."""
+    others = tuple(f".weight.{state}" for other, state in STATES.items() if other != kind)
+    if name := next((name for name in StoredTensors(folder, files).names() if name.endswith(others)), None):
+        raise ArtifactError(f"{folder} has {name}, and config.json says that codes are {kind}. Convert again.")
+    return LayerReader(folder, files, [_NormalFloatPacking(kind, config=config)])
+
+
+class _Int8Reader(RowsReader):
+    """The tensors of a folder of LLM.int8."""
+
+    called = "bitsandbytes, LLM.int8"
+
+    def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
+        super().__init__(folder, files)
+        known = set(self.stored.names())
+        codes = [name for name in known if name.endswith(".weight") and self.stored.dtype(name) == "int8"]
+        self.shapes = {name: self._shape_of(name, known) for name in sorted(codes)}
+        self.beside = {name for name in known if name.rpartition(".")[2] in (SCALES, ORDER)}
+        for name in sorted(self.beside):
+            if (weight := f"{name.rpartition('.')[0]}.weight") not in self.shapes:
+                raise ArtifactError(f"{folder} has {name} without codes of int8 in {weight}. {AGAIN}")
+
+    def _shape_of(self, name: str, known: set[str]) -> tuple[int, ...]:
+        scale, order = (name.removesuffix("weight") + part for part in (SCALES, ORDER))
+        if scale not in known:
+            raise ArtifactError(f"{self.folder} lacks the tensor {scale}, the scales of {name}. {AGAIN}")
+        shape, found, dtype = self.stored.shape(name), self.stored.shape(scale), self.stored.dtype(scale)
+        if len(shape) != 2 or 0 in shape or found != shape[:1] or dtype != "float32":
+            raise ArtifactError(
+                f"{self.folder}: {name} has the shape {shape} and {scale} is {dtype} of the shape {found}; it is "
+                f"float32 with one value for each row. {AGAIN}"
+            )
+        if order in known and not (
+            self.stored.shape(order) in ((), (1,))
+            and self.stored.dtype(order) == "uint8"
+            and int(self.stored.read(order)) == 0
+        ):
+            raise ArtifactError(
+                f"{self.folder}: {order} is not 0: the codes of {name} lie in an order for one kind of card. Load and "
+                "save it with bitsandbytes 0.45 or newer."
+            )
+        return shape
+
+    def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
+        scale = name.removesuffix("weight") + SCALES
+        scales: NDArray[np.float32] = self.stored.read(scale).numpy()
+        if not np.isfinite(scales).all():
+            raise ArtifactError(f"{self.folder}: the scales {scale} are not finite. {AGAIN}")
+
+        def dequantized(start: int, stop: int) -> NDArray[np.float32]:
+            codes = self.stored.read_rows(name, start, stop).view(np.int8).reshape(stop - start, -1)
+            values = codes.astype(np.float32)
+            with np.errstate(over="ignore"):
+                values *= scales[start:stop, None]
+            values *= STEP
+            return values
+
+        return dequantized
+
+
+def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> LayerReader | _Int8Reader:
+    """Of what bitsandbytes has; raises ArtifactError where config.json does not say which."""
+    stored = quantization_of(folder)
+    in_4_bits, in_8_bits, kind = (stored.get(key) for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"))
+    if in_8_bits is True and in_4_bits is not True:
+        return _Int8Reader(folder, files)
+    if in_4_bits is True and in_8_bits is not True and isinstance(kind, str) and kind in STATES:
+        return _open(folder, files, config, kind)
+    raise ArtifactError(
+        f"{folder / 'config.json'}: of bitsandbytes load_in_8bit is read, or load_in_4bit with bnb_4bit_quant_type nf4 "
+        f"or fp4; this is {shown(in_8_bits)}, {shown(in_4_bits)} and {shown(kind)}."
+    )
+
+
+def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
+    packing = _NormalFloatPacking("nf4", getattr(torch, layout.dtype))
+    quantization = {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": layout.dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": (layout.settings or {}).get("double_quant", True),
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": list(_skipped(source, skeleton, layout)) or None,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    }
+    return write_layers(packing, source, skeleton, run, layout, quantization)
+
+
+def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, ...]:
+    """What transformers shall not replace; none where it finds that by itself."""
+    if not source.passthrough and source.text_prefixes is None:
+        return layout.skipped
+    whole, prefixes = untouched(source, skeleton), source.text_prefixes
+    names = [(name,) if prefixes is None else prefixes.modules(name) for name in layout.skipped]
+    return (*dict.fromkeys((*whole.linears, *whole.modules, *chain(*names))),)
+
+
+def _refuse_misfits(artifact: Artifact, _dtype: str | None, device: str) -> None:
+    """Raise EngineError for a layer that bitsandbytes does not compute on this processor."""
+    if device != "cpu":
+        return
+    reader, units = open_stored(artifact, FORMAT), has_bfloat16_units()
+    assert isinstance(reader, LayerReader | NamedReader)
+    for name in reader.names():
+        shape = reader.quantized_shape(name)
+        if shape is not None and not computed_by_processors(shape[0], shape[1], units):
+            raise EngineError(
+                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {FOR_CARDS}. Judge with "
+                "--engine reference."
+            )
+
+
+def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    stored = quantization_of(artifact.folder)
+    dense = [name for name in artifact.manifest.tensor_types if name != "nf4"]
+    dtype = refuse_other_dtypes(artifact.folder, [*dense, str(stored.get("bnb_4bit_compute_dtype"))])
+    if stored.get("bnb_4bit_quant_type") != "nf4" or stored.get("load_in_4bit") is not True:
+        raise ArtifactError(f"{artifact.folder / 'config.json'} does not ask for 4-bit NormalFloat. Convert again.")
+    double = stored.get("bnb_4bit_use_double_quant")
+    return {"bits": ("4",), "compute_dtype": (dtype,), "double_quant": (double,)}
+
+
+FORMAT = Format(
+    name="bitsandbytes",
+    summary="4-bit NormalFloat as transformers stores it for bitsandbytes",
+    reference="https://huggingface.co/docs/bitsandbytes",
+    holds=(Content.NORMAL_FLOAT,),
+    loading={
+        "transformers": Loading("5.23", "bitsandbytes", "packed", refuse=_refuse_misfits),
+        "reference": Loading(),
+    },
+    recognizes=partial(recognizes, "bitsandbytes"),
+    open=_open,
+    check=_check,
+    writer=_write,
+    open_quantized=_open_quantized,
+    kinds=(Kind("4", "NF4"), Kind("4", "NF4, double quantization")),
+    refusals=lambda _quantization: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
+    servers={"sglang": "", "tgi": "--quantize bitsandbytes-nf4"},
+    recorded_options=_recorded_options,
+    usage=USAGE,
+)
