@@ -65,7 +65,7 @@ class GroupedPacking(Packing[GroupedWeight]):
     """One layout. Here are the parts of GPTQ and AWQ, where codes and scales are (K, N); compressed-tensors has (N, K).
 
     `order` is the part that tells which group each column belongs to. `orders_columns`: it is written; `least_zero`:
-    the smallest zero point that can be stored; `tells_symmetry`: config.json says whether all zero points are in the
+    the smallest zero point that can be stored; `records_symmetry`: config.json says whether all zero points are in the
     middle.
     """
 
@@ -77,7 +77,7 @@ class GroupedPacking(Packing[GroupedWeight]):
     order: str | None = None
     orders_columns = False
     least_zero = 0
-    tells_symmetry = True
+    records_symmetry = True
     # What config.json says of the folder that is read.
     _own: bool
     _bits: int
@@ -318,7 +318,7 @@ def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
     """What a layout holds, as engines tell it apart."""
     found = []
     for bits in packing.bits:
-        for symmetric in (True, False) if packing.tells_symmetry else (False,):
+        for symmetric in (True, False) if packing.records_symmetry else (False,):
             for ordered in (False, True) if packing.orders_columns else (False,):
                 words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
                 layout = Layout(bits, 128, symmetric, ordered)

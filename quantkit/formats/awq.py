@@ -14,17 +14,8 @@ import torch
 
 from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import (
-    IN_REFERENCE,
-    NEEDS_GPTQMODEL,
-    GroupedPacking,
-    check,
-    kinds,
-    open_grouped,
-    recorded_options,
-    usage,
-    write,
-)
+from quantkit.formats import _grouped as grouped
+from quantkit.formats._grouped import GroupedPacking
 from quantkit.formats._layers import Parts, StoredLayer
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import Untouched, recognizes
@@ -40,7 +31,7 @@ class _AwqPacking(GroupedPacking):
     name = "awq"
     bits = (4,)
     parts = ("qweight", "qzeros", "scales")
-    tells_symmetry = False
+    records_symmetry = False
 
     def stored(self, rows: int, columns: int, groups: int, _kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {
@@ -94,15 +85,15 @@ FORMAT = Format(
     summary="4-bit codes with zero points in AWQ's GEMM layout",
     reference="https://github.com/casper-hansen/AutoAWQ",
     holds=(Content.GROUPED_CODES,),
-    loading={"reference": IN_REFERENCE, "vllm": Loading("0.32")},
+    loading={"reference": grouped.IN_REFERENCE, "vllm": Loading("0.32")},
     recognizes=partial(recognizes, "awq"),
-    open=partial(open_grouped, PACKING),
-    check=partial(check, PACKING),
-    writer=partial(write, PACKING),
-    open_quantized=partial(open_grouped, PACKING, own=False),
-    kinds=kinds(PACKING),
-    refusals=lambda _quantization: {"transformers": NEEDS_GPTQMODEL},
+    open=partial(grouped.open_grouped, PACKING),
+    check=partial(grouped.check, PACKING),
+    writer=partial(grouped.write, PACKING),
+    open_quantized=partial(grouped.open_grouped, PACKING, own=False),
+    kinds=grouped.kinds(PACKING),
+    refusals=lambda _quantization: {"transformers": grouped.NEEDS_GPTQMODEL},
     servers={"sglang": "", "tgi": "--quantize awq"},
-    recorded_options=partial(recorded_options, PACKING),
-    usage=usage("optimum gptqmodel"),
+    recorded_options=partial(grouped.recorded_options, PACKING),
+    usage=grouped.usage("optimum gptqmodel"),
 )

@@ -23,7 +23,7 @@ from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
 from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import OTHERS, GroupedPacking, open_grouped
+from quantkit.formats._grouped import OTHERS, GroupedPacking
 from quantkit.formats._layers import AGAIN, LayerWriter, Parts, StoredLayer
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import Untouched, layer_overrides, quantization_of, recognizes
@@ -43,7 +43,7 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 class _GptqPacking(GroupedPacking):
     """Words of codes along the columns; zero points less `shift`, which is 0 in version 2.
 
-    `told_by_zeros`: config.json leaves the bits of some layers to the tensors.
+    `bits_by_zeros`: config.json leaves the bits of some layers to the tensors.
     """
 
     name = "gptq"
@@ -52,8 +52,8 @@ class _GptqPacking(GroupedPacking):
     order, orders_columns = "g_idx", True
     least_zero = 1
 
-    def __init__(self, shift: int = 1, told_by_zeros: bool = False) -> None:
-        self._shift, self._told_by_zeros = shift, told_by_zeros
+    def __init__(self, shift: int = 1, bits_by_zeros: bool = False) -> None:
+        self._shift, self._bits_by_zeros = shift, bits_by_zeros
 
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {
@@ -128,7 +128,7 @@ class _GptqPacking(GroupedPacking):
 
     def stored_bits(self, layer: StoredLayer, bits: int) -> int:
         """As many as the zero points have."""
-        if not self._told_by_zeros:
+        if not self._bits_by_zeros:
             return bits
         zeros, scales = layer.matrix("qzeros"), layer.matrix(self.scales)
         own = zeros[1] * 32 // max(1, scales[1])
@@ -204,10 +204,10 @@ FORMAT = Format(
     holds=(Content.GROUPED_CODES,),
     loading={"reference": grouped.IN_REFERENCE, "vllm": Loading("0.32")},
     recognizes=partial(recognizes, "gptq"),
-    open=partial(open_grouped, PACKING),
+    open=partial(grouped.open_grouped, PACKING),
     check=partial(grouped.check, PACKING),
     writer=_write,
-    open_quantized=partial(open_grouped, PACKING, own=False),
+    open_quantized=partial(grouped.open_grouped, PACKING, own=False),
     kinds=(*grouped.kinds(PACKING), *grouped.mixes(PACKING)),
     refusals=_refusals,
     servers={"sglang": "", "tgi": "--quantize gptq", "exllama": ""},
