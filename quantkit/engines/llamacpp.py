@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, WeightStats
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
 from quantkit.recipe import AUTO
@@ -83,14 +83,13 @@ class LlamaModel:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the judged positions in order; of a large vocabulary fewer positions at a time."""
+        """Yield (n, V) float32 of the scored positions in order; of a large vocabulary fewer positions at a time."""
         limit = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
         for window in windows:
             self._clear()
-            ids, begin = window.ids.tolist(), 0
-            stop = window.first + len(window.targets)
+            ids, begin, stop = window.ids.tolist(), 0, window.scored.stop
             while begin < stop:
-                # Positions that are not judged take no room, so they come along.
+                # Positions that are not scored take no room, so they come along.
                 end = min(len(ids), begin + BATCH, max(begin, window.first) + limit)
                 end = len(ids) if end >= stop and len(ids) - begin <= BATCH else end
                 first, last = max(window.first - begin, 0), min(stop, end) - begin
@@ -158,8 +157,8 @@ def _load(model: Model, spec: LoadSpec) -> LlamaModel:
         return LlamaModel(llama_cpp, str(model.weight_files[0]), spec)
 
 
-def _holds(holding: Holding, _dtype: str | None) -> int:
-    return holding.weight_bytes
+def _holds(stats: WeightStats, _dtype: str | None) -> int:
+    return stats.weight_bytes
 
 
 ENGINE = Engine(

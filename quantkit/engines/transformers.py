@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec, refuse_dtype
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, WeightStats, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import NamedReader, open_stored
@@ -46,8 +45,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     device = None if spec.device == "cpu" else spec.device
     with told(f"transformers cannot load {model.folder}", EngineError):
         if model.source is not None and (model.source.places is not None or not model.source.own_files):
-            dtype = spec.dtype or dtype_of(model.source.config)
-            loaded, about = load_whole(model.source, dtype=dtype, device_map=device)
+            loaded, about = load_whole(model.source, dtype=spec.dtype or model.dtype, device_map=device)
         else:
             kind = AutoModelForImageTextToText if is_multimodal(_config_of(model)) else AutoModelForCausalLM
             loaded, about = kind.from_pretrained(
@@ -85,14 +83,14 @@ def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
     if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
         raise EngineError(
             f"{model.folder}: compressed-tensors makes bfloat16 of {kind}, and the engine transformers cannot compute "
-            f"it in {dtype}. Leave --dtype out, or judge with --engine reference."
+            f"it in {dtype}. Leave --dtype out, or evaluate with --engine reference."
         )
     if kind in MISREAD_EXPERTS:
         names = StoredTensors(model.folder, model.artifact.manifest.weight_files).names()
         if expert := next((name for name in names if expert_of(name)), None):
             raise EngineError(
                 f"{model.folder}: transformers stacks experts, and reads those of {kind}, such as {expert}, wrongly or "
-                "not at all. Judge with --engine reference."
+                "not at all. Evaluate with --engine reference."
             )
 
 
@@ -104,14 +102,9 @@ def _refuse_misfits(artifact: Artifact) -> None:
         shape = reader.quantized_shape(name)
         if shape is not None and not computed_by_processors(shape[0], shape[1], units):
             raise EngineError(
-                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {FOR_CARDS}. Judge with "
+                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {FOR_CARDS}. Evaluate with "
                 "--engine reference."
             )
-
-
-def dtype_of(config: Mapping[str, Any]) -> str:
-    """The type that config.json names, as transformers takes it by itself; float32 where it names none."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None:
@@ -130,12 +123,12 @@ def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None
                 )
 
 
-def _holds(holding: Holding, dtype: str | None) -> int:
-    if holding.format == "bitsandbytes":
-        return holding.weight_bytes
-    item = 4 if (dtype or holding.dtype) == "float32" else 2
+def _holds(stats: WeightStats, dtype: str | None) -> int:
+    if stats.format == "bitsandbytes":
+        return stats.weight_bytes
+    item = 4 if (dtype or stats.dtype) == "float32" else 2
     # compressed-tensors makes dense weights of the codes, which are there until then.
-    return holding.parameters * item + (holding.weight_bytes if holding.format == "compressed-tensors" else 0)
+    return stats.parameters * item + (stats.weight_bytes if stats.format == "compressed-tensors" else 0)
 
 
 ENGINE = Engine(

@@ -18,6 +18,7 @@ from quantkit.artifact import MANIFEST, Artifact, FileEntry, open_artifact
 from quantkit.contracts.method import Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
+from quantkit.contracts.windows import tokens_in
 from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.check import CheckedJob, prepare
 from quantkit.conversion.check import check as check_job
@@ -29,9 +30,9 @@ from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
 from quantkit.evaluation import process
 from quantkit.evaluation.engine_choice import ChosenEngine, choose, require
-from quantkit.evaluation.evaluate import Judgement, evaluate_model
-from quantkit.evaluation.evaluate import prepare as prepare_judgement
-from quantkit.evaluation.forecast.memory import ends_of, foresee, holding_of
+from quantkit.evaluation.evaluate import Evaluation, measure
+from quantkit.evaluation.evaluate import prepare as prepare_evaluation
+from quantkit.evaluation.memory import need_of_copy
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
 from quantkit.progress import Pieces, Progress
@@ -42,6 +43,7 @@ from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
 from quantkit.system.device import CPU, described, find_device
 from quantkit.system.files import replace_text, safe_name
+from quantkit.system.memory import free_memory
 from quantkit.untrusted import path_of
 
 DEFAULT_VARIANTS = (
@@ -116,12 +118,12 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     for job in jobs:
         require(find_engine(job.job.format.engines[0]))
     engine = engine_for(Model(None, source), recipe.device)
-    judgement = prepare_judgement(Model(None, source), spec, text, engine, source)
+    evaluation = prepare_evaluation(Model(None, source), spec, text, engine, source)
     progress.say(f"device: {described(find_device(recipe.device))}")
-    for line in _how_judged(judgement, jobs, source):
+    for line in _how_evaluated(evaluation, jobs, source):
         progress.say(line)
     reports: list[Report] = []
-    tokens = sum(len(window.ids) for window in judgement.judged.windows)
+    tokens = tokens_in(evaluation.cut.windows)
     todo = [("evaluation", SOURCE_COST)]
     for each in jobs:
         todo += [_piece(each.job, tokens), ("evaluation", 1.0)]
@@ -163,24 +165,21 @@ def _piece(job: Job, tokens: int) -> tuple[str, float]:
     return "calibration", CONVERSION_COST + CALIBRATION_COST * spec.sequences * spec.length / tokens
 
 
-def _how_judged(judgement: Judgement, jobs: Sequence[CheckedJob], source: Source) -> Iterator[str]:
+def _how_evaluated(evaluation: Evaluation, jobs: Sequence[CheckedJob], source: Source) -> Iterator[str]:
     """What will be judged whole by which engine, and what block by block, as far as memory can be forecast.
 
     One line for each of the two. Whole ones are named engine by engine, with the memory of the largest.
     """
-    model, windows = judgement.model, judgement.judged.windows
-    settled, ends = judgement.settled, ends_of(source.config)
-    needs = [(model.label, settled.model)]
-    if judgement.baseline is not None and judgement.kept_baseline() is None:
-        needs.insert(0, ("the source for divergences", settled.baseline))
+    needs = [(evaluation.model.label, evaluation.plan.need)]
+    if evaluation.baseline_plan is not None:
+        needs.insert(0, ("the source for divergences", evaluation.baseline_plan.need))
     by_block = [f"{label} ({need.words})" for label, need in needs if need.walk]
     whole = [(label, need) for label, need in needs if not need.walk]
     for checked in jobs:
         recipe, kind = checked.job.recipe, checked.job.format
         bits = recipe.bits or checked.job.method.default_bits
-        holding = replace(holding_of(model), format=kind.name, weight_bytes=checked.job.checked.nbytes, bits=bits)
-        fits, need = foresee(kind.engines[0], holding, ends, windows, source)
-        if fits:
+        need = need_of_copy(source, kind, checked.job.checked.nbytes, bits, evaluation.cut.windows)
+        if need.memory is None or need.memory <= free_memory(need.device):
             whole.append((recipe.label, need))
         else:
             by_block.append(f"{recipe.label} (whole: {need.words})")
@@ -312,7 +311,7 @@ def report_of(
     """
     if kept := kept_report(model, source, spec, text, engine, out, anywhere=anywhere):
         return kept
-    report = evaluate_model(model, spec, text, engine, progress, source)
+    report = measure(prepare_evaluation(model, spec, text, engine, source), progress)
     path = report_path(out, model.label)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, report.model_dump_json(indent=2) + "\n")
@@ -345,11 +344,12 @@ def kept_report(
         except ReportError:
             pass
         else:
-            judgement = prepare_judgement(model, spec, text, engine, source)
-            baseline = judgement.kept_baseline() or (report.baseline if anywhere else None)
+            evaluation = prepare_evaluation(model, spec, text, engine, source)
+            baseline = evaluation.stored_baseline() or (report.baseline if anywhere else None)
             hardware = report.hardware if anywhere else None
             if anywhere:
-                judgement = replace(judgement, engine=replace(judgement.engine, device=report.engine.device.split()[0]))
-            if report.fingerprint == judgement.fingerprint(baseline, hardware):
+                device = report.engine.device.split()[0]
+                evaluation = replace(evaluation, engine=replace(evaluation.engine, device=device))
+            if report.fingerprint == evaluation.fingerprint(baseline, hardware):
                 return report
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -13,11 +13,10 @@ from quantkit.contracts.model import Model
 from quantkit.conversion.check import CheckedJob
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import DependencyError, QuantkitError, RecipeError
-from quantkit.evaluation.evaluate import Judgement
-from quantkit.evaluation.evaluate import prepare as prepare_judgement
-from quantkit.evaluation.forecast.memory import ends_of, holding_of, need_of_copy
+from quantkit.evaluation.evaluate import Evaluation, prepare
+from quantkit.evaluation.memory import need_of_copy
 from quantkit.models.source import Source
-from quantkit.recipe import SweepRecipe, WalkSpec
+from quantkit.recipe import MemoryLimits, SweepRecipe
 from quantkit.sweep.compare import checked_jobs, engine_for, folder_of, kept_artifact, kept_report, report_path
 from quantkit.sweep.state import place_of
 from quantkit.sweep.tasks import Task, open_model
@@ -69,7 +68,7 @@ class _OfModel:
     text: Text
     most_memory: int | None
     variants: dict[str, tuple[CheckedJob, Artifact | None]] = field(default_factory=dict)
-    judgements: dict[str, Judgement] = field(default_factory=dict)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
 
     def look(self, task: Task) -> tuple[Path | None, int | None]:
         """What the task has made, or about what memory it takes."""
@@ -85,12 +84,9 @@ class _OfModel:
         spec, engine = task.recipe.evaluation, engine_for(model, task.recipe.device)
         if kept_report(model, self.source, spec, self.text, engine, task.out, anywhere=task.of_quality) is not None:
             return report_path(task.out, model.label), None
-        judgement = self._judgement(task, model)
-        settled = judgement.settled
-        needs = [settled.model.memory]
-        if judgement.baseline is not None and judgement.kept_baseline() is None:
-            needs.append(settled.baseline.memory)
-        return None, _beside_us(needs)
+        evaluation = self._evaluation(task, model)
+        plans = (evaluation.plan, evaluation.baseline_plan)
+        return None, _beside_us([plan.need.memory for plan in plans if plan is not None])
 
     def _variant(self, task: Task) -> tuple[CheckedJob, Artifact | None]:
         if task.variant not in self.variants:
@@ -98,22 +94,19 @@ class _OfModel:
             self.variants[task.variant] = checked, kept_artifact(checked, folder_of(task.out, checked.job))
         return self.variants[task.variant]
 
-    def _judgement(self, task: Task, model: Model) -> Judgement:
-        if task.variant not in self.judgements:
+    def _evaluation(self, task: Task, model: Model) -> Evaluation:
+        if task.variant not in self.evaluations:
             spec, engine = task.recipe.evaluation, engine_for(model, task.recipe.device)
-            limit = WalkSpec(max_memory_gb=None if self.most_memory is None else self.most_memory / 1e9)
-            self.judgements[task.variant] = prepare_judgement(model, spec, self.text, engine, self.source, limit)
-        return self.judgements[task.variant]
+            limit = MemoryLimits(max_memory_gb=None if self.most_memory is None else self.most_memory / 1e9)
+            self.evaluations[task.variant] = prepare(model, spec, self.text, engine, self.source, limit)
+        return self.evaluations[task.variant]
 
     def _memory_of_copy(self, task: Task, checked: CheckedJob) -> int | None:
         """Of judging what is still to be made; None where it is not forecast, or will be judged block by block."""
-        judgement = self._judgement(task, Model(None, self.source))
+        evaluation = self._evaluation(task, Model(None, self.source))
         job = checked.job
         bits = job.recipe.bits or job.method.default_bits
-        holding = holding_of(Model(None, self.source))
-        holding = replace(holding, format=job.format.name, weight_bytes=job.checked.nbytes, bits=bits)
-        windows, ends = judgement.judged.windows, ends_of(self.source.config)
-        need = need_of_copy(job.format.engines[0], holding, ends, windows, self.source)
+        need = need_of_copy(self.source, job.format, job.checked.nbytes, bits, evaluation.cut.windows)
         if need.memory is not None and self.most_memory is not None and need.memory > self.most_memory:
             return None
         return _beside_us([need.memory])

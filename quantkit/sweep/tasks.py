@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.contracts.registry import find_probe
 from quantkit.errors import RecipeError
+from quantkit.evaluation.probes import find_probe
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
-from quantkit.recipe import CompareRecipe, Strict, SweepModel, SweepRecipe, parse
+from quantkit.recipe import CompareRecipe, ModelRef, Strict, SweepRecipe, parse
 from quantkit.sweep.state import TASK, TASKS, line_of, place_of
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import read_object
@@ -63,7 +63,7 @@ class Task(Strict):
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def name_of(model: SweepModel) -> str:
+def name_of(model: ModelRef) -> str:
     """The folder of a model in a sweep."""
     return safe_name("-".join(Path(place).name for place in (model.model, *model.adapters)))
 
