@@ -46,7 +46,7 @@ def done(tiny, tmp_path_factory):
         assert (out / "table.md").read_text(encoding="utf-8") == table.to_markdown()
         assert not (out / "perplexity-size.png").exists()
 
-    for name, calls_before, row_hook in (("run_conversion", 1, row), ("evaluate_model", 0, None)):
+    for name, calls_before, row_hook in (("run_conversion", 1, row), ("measure", 0, None)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comparison, name, interrupted_after(calls_before, getattr(comparison, name)))
             with pytest.raises(KeyboardInterrupt):
@@ -107,7 +107,7 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done):
 
 def test_a_second_run_makes_again_what_is_damaged_and_nothing_else(done, tiny, monkeypatch):
     out, table = done
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(comparison, "measure", forbidden)
     with monkeypatch.context() as patch:
         patch.setattr(comparison, "run_conversion", forbidden)
         artifacts, reports = times(out / "artifacts"), times(out / "reports")
@@ -146,7 +146,7 @@ def test_quality_measured_on_another_machine_is_used_where_that_is_asked_for(out
 def test_an_artifact_of_another_conversion_is_not_used(place, value, out, tiny, monkeypatch):
     edit_json(out / "artifacts" / "rtn-4" / MANIFEST, put(*place, value=value))
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    monkeypatch.setattr(comparison, "evaluate_model", lambda *_: pytest.fail("it was used and judged"))
+    monkeypatch.setattr(comparison, "measure", lambda *_: pytest.fail("it was used and judged"))
     if place != ["bits_per_weight"]:  # that one shows in the files; another conversion may be true to its own
         monkeypatch.setattr(comparison, "refuse_untrue", lambda _artifact: None)
     with pytest.raises(AssertionError, match="done already"):
@@ -178,7 +178,7 @@ def test_a_report_of_another_judgement_is_not_used(change, out, tiny, tmp_path, 
     CHANGES[change](out, tmp_path, monkeypatch)
     converted = RuntimeError("the artifacts are those of the same conversions")
     monkeypatch.setattr(comparison, "run_conversion", Mock(side_effect=converted))
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(comparison, "measure", forbidden)
     with pytest.raises(AssertionError, match="done already"):
         compare(str(tiny), VARIANTS, out=out, **SETTINGS)
 
@@ -186,9 +186,9 @@ def test_a_report_of_another_judgement_is_not_used(change, out, tiny, tmp_path, 
 def test_the_same_source_elsewhere_is_used_unless_its_tokenizer_is_another(done, tiny, tmp_path, monkeypatch):
     other = Path(shutil.copytree(tiny, tmp_path / "tiny"))
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(comparison, "measure", forbidden)
     assert compare(str(other), VARIANTS, out=done[0], **SETTINGS) == done[1]
-    monkeypatch.setattr(comparison, "evaluate_model", lambda *_: done[1].reports[0])
+    monkeypatch.setattr(comparison, "measure", lambda *_: done[1].reports[0])
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
     with pytest.raises(AssertionError, match="done already"):
         compare(str(other), VARIANTS, out=done[0], **SETTINGS)
