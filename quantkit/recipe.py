@@ -173,7 +173,7 @@ class ResourceSpec(Strict):
 
 
 class EngineSpec(Strict):
-    """Who computes: None is the engine that users of the format run, in its own dtype and this interpreter."""
+    """The engine that computes, its dtype, interpreter and device; None: the one that users of the format run, as it is."""
 
     engine: Words | None = Field(None, description="engine; default: the one that users of the format run")
     dtype: Words | None = Field(None, description="type to compute in, for engines with a choice")
@@ -184,7 +184,7 @@ class EngineSpec(Strict):
 
 
 class MemoryLimits(Strict):
-    """How much of a model is in memory while it is evaluated."""
+    """How much of a model is in memory while it is evaluated: `walk`, `offload_gb`, `max_memory_gb`."""
 
     walk: bool | None = Field(
         None,

@@ -127,7 +127,7 @@ def eval_ppl(
 
 
 def _forecast(model: ModelRef, path: Path | None, settings: Values) -> None:
-    from quantkit.evaluation.dry_run import forecast
+    from quantkit.evaluation.evaluate import forecast
     from quantkit.report.table import megabytes
 
     trial = forecast(model, **settings)

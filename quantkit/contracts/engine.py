@@ -103,7 +103,6 @@ class Engine:
     """
 
     name: str
-    summary: str
     module: str
     install: str
     opens: str

@@ -58,7 +58,6 @@ class Probe:
     """
 
     name: str
-    summary: str
     run: Callable[[ProbeJob], list[Measurement]]
     generates: bool = False
     per_threads: bool = False

@@ -159,7 +159,6 @@ def _holds(stats: WeightStats, dtype: str | None) -> int:
 
 ENGINE = Engine(
     name="ctranslate2",
-    summary="CTranslate2, the engine of its own format, on a CPU",
     module="ctranslate2",
     install="Install it with: pip install 'quantkit[ctranslate2]'",
     opens="CTranslate2 opens only artifacts of the method ctranslate2",

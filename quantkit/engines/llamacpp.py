@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, WeightStats
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
 from quantkit.recipe import AUTO
@@ -157,18 +157,13 @@ def _load(model: Model, spec: LoadSpec) -> LlamaModel:
         return LlamaModel(llama_cpp, str(model.weight_files[0]), spec)
 
 
-def _holds(stats: WeightStats, _dtype: str | None) -> int:
-    return stats.weight_bytes
-
-
 ENGINE = Engine(
     name="llamacpp",
-    summary="llama.cpp through llama-cpp-python",
     module="llama_cpp",
     install="Install it with: pip install 'quantkit[llamacpp]'",
     opens="it loads GGUF files only",
     load=_load,
-    holds=_holds,
+    holds=lambda stats, _dtype: stats.weight_bytes,
     find_device=_find_device,
     refuse=_refuse,
     process="both",

@@ -310,7 +310,6 @@ def _holds(stats: WeightStats, dtype: str | None) -> int:
 
 ENGINE = Engine(
     name="reference",
-    summary="our reader of the artifact's bytes, computed in torch",
     module="torch",
     install="Install it with: pip install quantkit",
     opens="it opens every format",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +18,8 @@ from quantkit.errors import EngineError, missing_package
 from quantkit.formats.bitsandbytes import NormalFloatReader
 from quantkit.formats.bitsandbytes.layers import FOR_CARDS, computed_by_processors, has_bfloat16_units
 from quantkit.models.architectures.experts import expert_of
-from quantkit.models.skeleton import load_whole
+from quantkit.models.leftovers import leftovers
+from quantkit.models.skeleton import load_whole, open_skeleton
 from quantkit.models.text_half import is_multimodal
 from quantkit.system.device import find_device
 from quantkit.untrusted import read_object, told
@@ -63,7 +63,8 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
         )
     notes: tuple[str, ...] = ()
     if unused := sorted(about["unexpected_keys"]):
-        _refuse_further_blocks(model, loaded, unused)
+        if model.source is not None:
+            leftovers(model.source, open_skeleton(model.source.config))  # refuses blocks beyond those of config.json
         notes = (f"transformers leaves out {len(unused)} tensors of the checkpoint, such as {unused[0]}",)
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
 
@@ -107,22 +108,6 @@ def _refuse_misfits(artifact: Artifact) -> None:
             )
 
 
-def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None:
-    """Raise EngineError where an unused tensor is one of a decoder block beyond those of config.json."""
-    prefix = f"{loaded.base_model_prefix}."
-    for path, part in loaded.named_modules():
-        if not isinstance(part, torch.nn.ModuleList):
-            continue
-        block = re.compile(rf"{re.escape(path.removeprefix(prefix))}\.(\d+)\.")
-        for name in unused:
-            found = block.match(name.removeprefix(prefix))
-            if found and int(found[1]) >= len(part):
-                raise EngineError(
-                    f"{model.folder}: config.json counts {len(part)} decoder blocks, and the checkpoint has the tensor "
-                    f"{name} of a further one. Give the config.json that belongs to these weights."
-                )
-
-
 def _holds(stats: WeightStats, dtype: str | None) -> int:
     if stats.format == "bitsandbytes":
         return stats.weight_bytes
@@ -133,7 +118,6 @@ def _holds(stats: WeightStats, dtype: str | None) -> int:
 
 ENGINE = Engine(
     name="transformers",
-    summary="Hugging Face transformers, with bitsandbytes for NF4 and with compressed-tensors",
     module="transformers",
     install="Install it with: pip install quantkit",
     opens="it loads source models, bitsandbytes and compressed-tensors artifacts here (GPTQ and AWQ need gptqmodel)",

@@ -141,7 +141,6 @@ def _look(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
 
 ENGINE = Engine(
     name="vllm",
-    summary="vLLM in process, from its own environment with --python",
     module="vllm",
     install="Give the interpreter of an environment that has it with --python (pip install vllm there)",
     opens="it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, compressed-tensors)",

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -233,26 +234,6 @@ def _arrays(states: Any) -> Iterator[NDArray[np.float32]]:
     return (each.float().numpy() for each in states)
 
 
-def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
-    """Return what float16 and bfloat16 cost on the first windows, whose (n, D) states are `exact`.
-
-    The model is in bfloat16 afterwards.
-    """
-    loaded.to("bfloat16")
-    rounding: list[NDArray[np.float64]] = []
-    noise: list[NDArray[np.float64]] = []
-    for part, coarse in zip(exact, _arrays(loaded.states(cut.windows[: len(exact)])), strict=True):
-        others = (part.astype(np.float16), coarse)
-        for found, divergences in zip((rounding, noise), _divergences(head, part, others), strict=True):
-            found.append(divergences)
-    mean, stderr = mean_and_error(np.concatenate(noise))
-    if not math.isfinite(stderr):  # a single position is as uncertain as can be
-        stderr = mean
-    # A divergence is never below zero: a mean below it is one that float32 cannot tell from zero.
-    least = max(0.0, float(np.concatenate(rounding).mean()))
-    return {"rounding": least, "noise": mean, "noise_stderr": stderr}
-
-
 def _halved(source: Source, states: NDArray[np.float32]) -> NDArray[np.float16]:
     with np.errstate(over="ignore"):
         halves = states.astype(np.float16)
@@ -263,16 +244,28 @@ def _halved(source: Source, states: NDArray[np.float32]) -> NDArray[np.float16]:
     return halves
 
 
-def _divergences(head: SourceHead, exact: NDArray[Any], others: Sequence[NDArray[Any]]) -> list[NDArray[np.float64]]:
-    """Return the divergence of each row of `others`, all (n, D) states, from the same row of the exact ones."""
-    parts: list[list[NDArray[np.float64]]] = [[] for _ in others]
-    for start in range(0, len(exact), ROWS):
-        rows = slice(start, start + ROWS)
-        theirs = head.logits(exact[rows])
-        for found, other in zip(parts, others, strict=True):
-            ours = head.logits(other[rows])
-            found.append(score(ours, np.zeros(len(ours), np.int64), theirs)["divergence"])
-    return [np.concatenate(found) for found in parts]
+def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
+    """Return what float16 and bfloat16 cost on the first windows, whose (n, D) states are `exact`.
+
+    The model is in bfloat16 afterwards.
+    """
+    loaded.to("bfloat16")
+    rounding: list[NDArray[np.float64]] = []
+    noise: list[NDArray[np.float64]] = []
+    for part, coarse in zip(exact, _arrays(loaded.states(cut.windows[: len(exact)])), strict=True):
+        halves = part.astype(np.float16)
+        for start in range(0, len(part), ROWS):
+            rows = slice(start, start + ROWS)
+            source = head.logits(part[rows])
+            for divergences, states in ((rounding, halves), (noise, coarse)):
+                logits = head.logits(states[rows])
+                divergences.append(score(logits, np.zeros(len(logits), np.int64), source)["divergence"])
+    mean, stderr = mean_and_error(np.concatenate(noise))
+    if not math.isfinite(stderr):  # a single position is as uncertain as can be
+        stderr = mean
+    # A divergence is never below zero: a mean below it is one that float32 cannot tell from zero.
+    least = max(0.0, float(np.concatenate(rounding).mean()))
+    return {"rounding": least, "noise": mean, "noise_stderr": stderr}
 
 
 @dataclass(frozen=True)
@@ -304,19 +297,15 @@ def clear_cache() -> list[CacheEntry]:
     return removed
 
 
-def _entries() -> list[tuple[CacheEntry, list[Path]]]:
-    entries = []
-    for key in sorted({path.stem for path in folder().glob("*") if path.suffix in (".f16", ".partial", ".json")}):
+def _entries() -> Iterator[tuple[CacheEntry, list[Path]]]:
+    for key in sorted({path.stem for path in folder().glob("*.*")}):
         files = BaselineFiles(key)
         paths = [path for path in (files.states, files.facts, files.partial) if path.is_file()]
-        if not paths:
-            continue
-        try:
+        what = f"unfinished baseline {key}"
+        with suppress(QuantkitError):
             facts = files.entry()
             what = f"{facts.model} in {facts.dtype}, {facts.protocol}, {facts.windows} windows of {facts.n_ctx}"
-        except QuantkitError:
-            what = f"unfinished baseline {key}"
-        entries.append((CacheEntry(what, sum(path.stat().st_size for path in paths)), paths))
+        if paths:
+            yield CacheEntry(what, sum(path.stat().st_size for path in paths)), paths
     for path in sorted(path for path in resume_folder().glob("*.positions") if path.is_file()):
-        entries.append((CacheEntry(f"interrupted evaluation {path.stem}", path.stat().st_size), [path]))
-    return entries
+        yield CacheEntry(f"interrupted evaluation {path.stem}", path.stat().st_size), [path]

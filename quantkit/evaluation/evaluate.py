@@ -1,4 +1,4 @@
-"""evaluate: open and check a model, measure it in child processes, and return a Report."""
+"""evaluate: open and check a model, measure it in child processes, and return a Report; or forecast what that takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,28 +16,37 @@ from quantkit.artifact import Artifact, SourceEntry, package_versions
 from quantkit.calibration.tokens import seen_notes
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import Cut
+from quantkit.contracts.windows import Cut, alike, positions_in, tokens_in
 from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError
-from quantkit.evaluation.baseline import BaselineFiles, ensure, key_of, resume_folder
+from quantkit.evaluation.baseline import NOISE_WINDOWS, BaselineFiles, ensure, key_of, resume_folder
 from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, choose, own_device, require
-from quantkit.evaluation.memory import FLOAT32, MemoryPlan, plan_memory, source_head_bytes
+from quantkit.evaluation.memory import (
+    FLOAT32,
+    MemoryPlan,
+    dims_of,
+    disk_of,
+    plan_memory,
+    source_head_bytes,
+    wave_tokens,
+)
 from quantkit.evaluation.probes import PROBES, find_probe
 from quantkit.evaluation.process import BaselineRef, BaselineRequest, LoadRequest, MeasureRequest, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
 from quantkit.formats.source import is_artifact, open_model, open_source
 from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
-from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, spec_of
+from quantkit.progress import Progress, Step
+from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, Strict, spec_of
 from quantkit.report.records import BaselineEntry, Hardware, Report, TextEntry, this_machine
 from quantkit.system.device import described
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
 LIMITS = MemoryLimits()
+TRIAL_BATCHES = 2  # of windows that go through a walk's first block; one is computed whole
 
 
 def evaluate(
@@ -191,10 +201,9 @@ def prepare(
     notes: tuple[str, ...] = () if longer is None else (longer,)
     if model.artifact is not None and "perplexity" in spec.probes:
         notes += seen_notes(model.artifact.manifest.calibration, text, windows.windows, model.tokenizer())
-    exact: Source | None = None
-    if spec.divergence and "perplexity" in spec.probes:
-        exact, why_not = _exact_source(model, source)
-        notes += why_not
+    exact = _exact_source(model, source) if spec.divergence and "perplexity" in spec.probes else None
+    if isinstance(exact, str):
+        notes, exact = (*notes, f"no divergence from the source: {exact}"), None
     head = 0 if exact is None else source_head_bytes(exact)
     plan, baseline_plan = plan_memory(model, engine, memory, windows.windows, head), None
     if exact is not None and BaselineFiles(key_of(exact, windows, FLOAT32)).read_facts() is None:
@@ -289,31 +298,29 @@ def _requests(
         yield first.model_copy(update=update), forked
 
 
-def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, tuple[str, ...]]:
+def _exact_source(model: Model, source: Source | None) -> Source | str | None:
     """Return what divergences are measured from: the model itself, the `source` at hand, or the manifest's source.
 
-    A note says why there is none. Raises ArtifactError for another `source` than the artifact was made from,
+    If there is none, return the reason. Raises ArtifactError for another `source` than the artifact was made from,
     RecipeError for one besides a model that is a source itself.
     """
     if source is not None:
         _refuse_other_source(model, source)
-        return source, ()
+        return source
     if model.artifact is None:
-        return model.source, ()
+        return model.source
     entry = model.artifact.manifest.source
     flags = "".join(f" --adapter {shlex.quote(adapter.name)}" for adapter in entry.adapters)
     if not _can_be_found(entry):
         also = f" and its adapters ({flags.strip()})" if flags else ""
-        return None, (f"no divergence from the source: give its folder ({entry.model}) with --source{also}",)
+        return f"give its folder ({entry.model}) with --source{also}"
     if flags:
-        return None, (f"no divergence from the source: give the folders of its adapters with{flags}",)
+        return f"give the folders of its adapters with{flags}"
     try:
         exact = open_source(entry.model, entry.revision)
     except QuantkitError as error:
-        return None, (f"no divergence from the source: {error}",)
-    if exact.hashes != entry.hashes:
-        return None, (f"no divergence from the source: {entry.model} is not the checkpoint that it was made from",)
-    return exact, ()
+        return str(error)
+    return exact if exact.hashes == entry.hashes else f"{entry.model} is not the checkpoint that it was made from"
 
 
 def _refuse_other_source(model: Model, source: Source) -> None:
@@ -337,3 +344,111 @@ def _refuse_other_source(model: Model, source: Source) -> None:
                 f"{source.model} is not the model that {model.artifact.folder} was made from: {name} has the sha256 "
                 f"{other}, and {one} in the manifest. Give the model that it was made from, or leave the source out."
             )
+
+
+class Part(Strict):
+    """A model that is computed: the bytes of memory that it needs, and about how many seconds."""
+
+    what: str
+    engine: str
+    walk: bool
+    memory_bytes: int | None
+    phases_bytes: dict[str, int]
+    seconds: float
+
+
+class EvaluationForecast(Strict):
+    """The parts of an evaluation in their order, the bytes of disk that it takes, its seconds, and notes."""
+
+    parts: tuple[Part, ...]
+    disk_bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def forecast(
+    model: str | Path | ModelRef | Artifact | Source,
+    text: str | None = None,
+    *,
+    source: str | Path | ModelRef | None = None,
+    engine: str | EngineSpec | None = None,
+    memory: MemoryLimits | None = None,
+    **settings: Any,
+) -> EvaluationForecast:
+    """Forecast what `evaluate` would take for the probe perplexity; nothing that is written stays.
+
+    The first windows, or of a walk their first decoder block, are computed for real. A note names the other probes that
+    are asked for. Raises what `evaluate` raises before it computes anything.
+    """
+    asked = resolve(spec_of(EvaluationSpec, settings, "evaluation", text=text))
+    if "perplexity" not in asked.probes:
+        raise RecipeError(
+            f"a forecast is of the probe perplexity, and {', '.join(asked.probes)} was asked for. Add it to the probes"
+        )
+    spec = asked.model_copy(update={"probes": ("perplexity",)})
+    opened, exact = open_with_source(model, source)
+    loaded = load_text(spec.text, "evaluation")
+    evaluation = prepare(opened, spec, loaded, choose(opened, engine), exact, memory or LIMITS)
+    plan, baseline, windows = evaluation.plan, evaluation.baseline_plan, evaluation.cut.windows
+    divergence = evaluation.source is not None
+    parts = [_part(opened.label, plan, _seconds(evaluation, opened, plan, 2 if divergence else 1))]
+    if baseline is not None and evaluation.source is not None:
+        more = 1 + min(NOISE_WINDOWS, len(windows)) / len(windows)  # which are computed in bfloat16, too
+        seconds = _seconds(evaluation, Model(None, evaluation.source), baseline, 1) * more
+        parts.insert(0, _part("the source in float32", baseline, seconds))
+    disk = disk_of(windows, [plan, baseline or plan], dims_of(opened.config), divergence)
+    others = [name for name in asked.probes if name not in ("perplexity", "size")]
+    if plan.engine.walk:
+        others = [name for name in others if not find_probe(name).generates]
+    note = (f"the time is that of perplexity; it is more by that of {', '.join(others)}",) if others else ()
+    return EvaluationForecast(
+        parts=tuple(parts), disk_bytes=disk, seconds=sum(part.seconds for part in parts), notes=evaluation.notes + note
+    )
+
+
+def _part(what: str, plan: MemoryPlan, seconds: float) -> Part:
+    need = plan.need
+    return Part(
+        what=what, engine=need.engine, walk=need.walk, memory_bytes=need.memory, phases_bytes=dict(need.phases),
+        seconds=seconds,
+    )  # fmt: skip
+
+
+class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
+    """Ends the trial: a block is done."""
+
+
+def _seconds(evaluation: Evaluation, model: Model, plan: MemoryPlan, heads: int) -> float:
+    """About how long `model` takes: to load it and compute all windows, with `heads` output layers for their states."""
+    cut, walk = evaluation.cut, plan.engine.walk
+    batches = list(alike(cut.windows))[: TRIAL_BATCHES if walk else 1]
+    first = tuple(window for batch in batches for window in batch)
+    beats: list[tuple[float, float]] = []
+
+    def listen(step: Step) -> None:
+        if step.work:
+            beats.append((step.done, time.monotonic()))
+            if step.done >= len(batches):
+                raise _StopTrial
+
+    begin = time.monotonic()
+    with temporary_folder() as temp:
+        file = temp / "cut.npz"
+        Cut(first, cut.about.model_copy(update={"windows": len(first)}), cut.sizes).save(file)
+        load = LoadRequest(model=model.ref, engine=plan.engine, threads=max(evaluation.spec.threads))
+        request = MeasureRequest(load=load, windows=str(file), spec=evaluation.spec, probes=("perplexity",))
+        try:
+            result = run_child(request, temp, Progress(listen))
+        except _StopTrial:
+            pass
+        else:
+            rate = float(result.measurements[0].details["tokens_per_second"])
+            return time.monotonic() - begin + (tokens_in(cut.windows) - tokens_in(first)) / rate
+    # A walk: the times at which it began and had done each batch of its first block.
+    times, tokens = [at for _, at in beats], tokens_in(cut.windows)
+    computing = (times[-1] - times[-2]) / tokens_in(batches[-1])  # of a token in one block
+    loading = max(0.0, times[-1] - times[0] - computing * tokens_in(first))
+    dims, waves = dims_of(model.config), -(-tokens // wave_tokens(cut.windows))
+    block = max(1, model.parameters - dims.head) / dims.blocks
+    walking = dims.blocks * (waves * loading + tokens * computing)
+    return times[0] - begin + walking + heads * positions_in(cut.windows) * computing * dims.head / block

@@ -39,30 +39,18 @@ def measure_memory(job: ProbeJob) -> list[Measurement]:
 PROBES = {
     probe.name: probe
     for probe in (
-        Probe("size", "bytes of the weight files, bits per weight", measure_size),
+        Probe("size", measure_size),
+        Probe("memory", measure_memory, generates=True),
+        Probe("speed", speed.measure_speed, generates=True, per_threads=True),
         Probe(
-            "memory", "peak resident memory of a process of its own that loads and generates", measure_memory,
-            generates=True,
+            "throughput", speed.measure_throughput, generates=True, per_threads=True, n_ctx=speed.READ + 1, usual=False
         ),
         Probe(
-            "speed", "ms/token at batch 1: median of the repeats after a warm-up, for each thread count",
-            speed.measure_speed, generates=True, per_threads=True,
+            "answers", speed.measure_answers, generates=True, per_threads=True, n_ctx=speed.ANSWER_TOKENS, usual=False
         ),
-        Probe(
-            "throughput",
-            "tokens/s of reading 512 tokens and of generating 128, as llama-bench has them, for each thread count",
-            speed.measure_throughput, generates=True, per_threads=True, n_ctx=speed.READ + 1, usual=False,
-        ),
-        Probe(
-            "answers", "tokens/s, time to first token and ms/token of nine answers, for each thread count",
-            speed.measure_answers, generates=True, per_threads=True, n_ctx=speed.ANSWER_TOKENS, usual=False,
-        ),
-        Probe(
-            "perplexity", "perplexity by a named protocol, and divergence from the source", measure_perplexity,
-            needs_source=True,
-        ),
+        Probe("perplexity", measure_perplexity, needs_source=True),
     )
-}  # fmt: skip
+}
 
 
 def find_probe(name: str) -> Probe:

@@ -41,7 +41,7 @@ def test_the_layer_multiplies_by_the_dense_weight(symmetric, shuffled, dtype):
 
 @pytest.mark.parametrize("slab", [1, 5 * K])
 def test_the_dense_weight_is_exact_up_to_its_dtype(slab, monkeypatch):
-    monkeypatch.setattr(int4, "SLAB_ELEMENTS", slab)
+    monkeypatch.setattr(int4, "INT4_SLAB", slab)
     weight = weight_of(False)
     assert torch.allclose(Int4Linear(weight, None, torch.float32).dense(), weight.dense(), rtol=1e-5, atol=1e-8)
     half = Int4Linear(weight, None, torch.bfloat16).dense()
