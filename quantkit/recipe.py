@@ -173,7 +173,7 @@ class ResourceSpec(Strict):
 
 
 class EngineSpec(Strict):
-    """The engine that computes, its dtype, interpreter and device; None: the one that users of the format run, as it is."""
+    """The engine, its dtype, interpreter and device; None is the engine that users of the format run, as it is."""
 
     engine: Words | None = Field(None, description="engine; default: the one that users of the format run")
     dtype: Words | None = Field(None, description="type to compute in, for engines with a choice")

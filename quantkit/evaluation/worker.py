@@ -23,9 +23,8 @@ from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import load_cut
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation import baseline, tasks
-from quantkit.evaluation.probes import find_probe
+from quantkit.evaluation.probes import PROMPT_TOKENS, find_probe
 from quantkit.evaluation.process import BaselineRequest, MeasureRequest, Request, TasksRequest, read_request
-from quantkit.evaluation.speed import PROMPT_TOKENS
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.config import context_of
 from quantkit.progress import Progress
