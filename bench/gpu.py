@@ -36,6 +36,7 @@ from quantkit.contracts.windows import Window
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.progress import Progress, Step
+from quantkit.recipe import EngineSpec
 from quantkit.system.device import described, find_device
 from quantkit.system.memory import device_peak_bytes
 from quantkit.system.processor import usable_cores
@@ -126,7 +127,8 @@ def measure_loss(name: str, work: Path, asked: argparse.Namespace) -> dict[str, 
                 made = convert(asked.model, method, bits, out, **how, **options)
         except UnsupportedError as error:
             return figures | {"says": str(error).partition(". ")[0]}
-        report = evaluate(made, ["perplexity"], engine="reference", device="cpu", limit=8, source=asked.model)
+        ours = EngineSpec(engine="reference", device="cpu")
+        report = evaluate(made, ["perplexity"], engine=ours, limit=8, source=asked.model)
         found = report.find("kld")
         assert found is not None
         figures |= {key: found.value, f"{key}_se": found.stderr}

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from quantkit.evaluation.evaluate import evaluate as evaluate
     from quantkit.evaluation.tasks import evaluate_tasks as evaluate_tasks
     from quantkit.publishing.push import push as push
+    from quantkit.recipe import EngineSpec as EngineSpec
+    from quantkit.recipe import MemoryLimits as MemoryLimits
+    from quantkit.recipe import ModelRef as ModelRef
     from quantkit.recipe import load_recipe as load_recipe
     from quantkit.report.records import Report as Report
     from quantkit.report.table import Table as Table
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 __version__ = version("quantkit")
 _HOMES = {
     "Artifact": "artifact",
+    "EngineSpec": "recipe",
+    "MemoryLimits": "recipe",
+    "ModelRef": "recipe",
     "QuantkitError": "errors",
     "Report": "report.records",
     "Table": "report.table",

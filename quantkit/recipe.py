@@ -190,7 +190,7 @@ class ResourceSpec(Strict):
 
 
 class EngineSpec(Strict):
-    """Who computes: None is the engine that users of the format run, in its own dtype and this interpreter."""
+    """The engine, its dtype, interpreter and device; None is the engine that users of the format run, as it is."""
 
     engine: Words | None = Field(None, description="engine; default: the one that users of the format run")
     dtype: Words | None = Field(None, description="type to compute in, for engines with a choice")
@@ -200,12 +200,12 @@ class EngineSpec(Strict):
     device: Words = Field(AUTO, description=DEVICE)
 
 
-class WalkSpec(Strict):
-    """How much of a model is in memory while it is judged."""
+class MemoryLimits(Strict):
+    """How much of a model is in memory while it is evaluated: `walk`, `offload_gb`, `max_memory_gb`."""
 
     walk: bool | None = Field(
         None,
-        description="judge block by block, with one decoder block's weights in memory, by our own reader; default: "
+        description="evaluate block by block, with one decoder block's weights in memory, by our own reader; default: "
         "where the whole model does not fit",
     )
     offload_gb: Gigabytes | None = Field(
@@ -310,18 +310,25 @@ class CompareRecipe(Strict):
     out: Words | None = None
 
 
-class SweepModel(WithSeldom):
-    """One of the models of a sweep."""
+class ModelRef(WithSeldom):
+    """A model: ``demo``, a folder, a file or a hub id, with its revision and LoRA adapters to merge into it."""
 
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
     adapters: Adapters = ()
 
+    @field_validator("model", "adapters", mode="before")
+    @classmethod
+    def _paths_as_text(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return tuple(str(part) if isinstance(part, Path) else part for part in value)
+        return str(value) if isinstance(value, Path) else value
+
 
 class SweepRecipe(Strict):
     """The same variants of several models, judged by one ruler."""
 
-    models: tuple[SweepModel, ...] = Field(min_length=1, max_length=1000)
+    models: tuple[ModelRef, ...] = Field(min_length=1, max_length=1000)
     variants: tuple[Variant, ...] = Field(max_length=1000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -384,6 +391,19 @@ def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
 def take_fields(settings: dict[str, Any], record: type[M], names: tuple[str, ...] = ()) -> dict[str, Any]:
     """Take the values of a record's fields (default: all) out of `settings`."""
     return {name: settings.pop(name) for name in names or tuple(record.model_fields) if name in settings}
+
+
+# Arguments of `evaluate` and its like that are records; the fields of these are no keywords of their own.
+ARGUMENTS: dict[str, type[Strict]] = {"model": ModelRef, "engine": EngineSpec, "memory": MemoryLimits}
+
+
+def spec_of(model: type[M], settings: dict[str, Any], where: str, **given: Any) -> M:
+    """The record of `settings` and what was `given`; raises RecipeError, for a misplaced field with its record."""
+    for argument, record in ARGUMENTS.items():
+        for name in settings.keys() & (record.model_fields.keys() - model.model_fields.keys()):
+            value = f"{record.__name__}({'model=..., ' if argument == 'model' else ''}{name}=...)"
+            raise RecipeError(f"{where}: {name} is a field of {record.__name__}. Give {argument}={value}.")
+    return parse(model, {**settings, **given}, where)
 
 
 def load_recipe(path: str | Path) -> ConvertRun | CompareRecipe | SweepRecipe:

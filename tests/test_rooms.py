@@ -16,7 +16,7 @@ ROOMS = (
     *("recipe", "system", "data"),
     *("artifact", "report", "checkpoints"),
     *("models", "contracts"),
-    *("formats", "calibration", "probes"),
+    *("formats", "calibration"),
     *("conversion", "engines", "evaluation"),
     *("methods", "serving", "publishing", "comparison"),
     *("cli", "__init__", "__main__"),

@@ -237,10 +237,10 @@ def _made_of_baselines(folder: Path) -> Works:
     def positions(child: Child) -> None:
         from killed import Ends
 
-        from quantkit.probes._resume import ResumeFile
+        from quantkit.evaluation.perplexity import ResumeFile
 
         shutil.copytree(folder / "baseline", child.folder / "cache")
-        Ends(ResumeFile, "add", after=True)()
+        Ends(ResumeFile, "write", after=True)()
         run_in(child, judged(folder / "artifacts" / "gptq", "--source", str(folder / "sources" / "llama")))
         child.note(code=0)
         shutil.copytree(child.folder / "cache", folder / "positions")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,7 +23,7 @@ from quantkit.cli.options import (
     say,
 )
 from quantkit.errors import LONGEST, one_line
-from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
+from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, parse
 
 if TYPE_CHECKING:
     from quantkit.report.records import Report
@@ -53,21 +53,29 @@ def _write_card(artifact: str, report: Report) -> None:
     write_card(open_artifact(artifact), (report,))
 
 
-def _evaluate(artifact: str, json: Path | None, card: bool, **settings: Any) -> Report:
+def _model_of(model: str, revision: str | None, adapter: list[str] | None) -> ModelRef:
+    return parse(ModelRef, {"model": model, "revision": revision, "adapters": tuple(adapter or ())}, "model")
+
+
+def _records(engine: Values, memory: Values) -> Values:
+    return {"engine": parse(EngineSpec, engine, "engine"), "memory": parse(MemoryLimits, memory, "evaluation")}
+
+
+def _evaluate(model: ModelRef, json: Path | None, card: bool, settings: Values) -> Report:
     from quantkit.cli.progress import shown
     from quantkit.evaluation.evaluate import evaluate
 
     if card:
-        _refuse_cardless(artifact)
+        _refuse_cardless(model.model)
     with shown() as progress:
-        report = evaluate(artifact, progress=progress, **settings)
+        report = evaluate(model, progress=progress, **settings)
     save(json, report.model_dump_json(indent=2))
     if card:
-        _write_card(artifact, report)
+        _write_card(model.model, report)
     return report
 
 
-def _cross_check(artifact: str, json: Path | None, card: bool, **settings: Any) -> None:
+def _cross_check(model: ModelRef, json: Path | None, card: bool, settings: Values) -> None:
     import json as json_module
     from dataclasses import asdict
 
@@ -75,13 +83,13 @@ def _cross_check(artifact: str, json: Path | None, card: bool, **settings: Any) 
     from quantkit.evaluation.cross_check import cross_check
 
     if card:
-        _refuse_cardless(artifact)
+        _refuse_cardless(model.model)
     with shown() as progress:
-        both = cross_check(artifact, progress=progress, **settings)
+        both = cross_check(model, progress=progress, **settings)
     values = asdict(both) | {"native": both.native.model_dump(), "reference": both.reference.model_dump()}
     save(json, json_module.dumps(values | {"agrees": both.agrees}, indent=2))
     if card:
-        _write_card(artifact, both.native)
+        _write_card(model.model, both.native)
     for line in (*both.native.quality(), *both.reference.quality(), *both.lines()):
         say(line)
     if not both.agrees:
@@ -93,7 +101,7 @@ def eval_ppl(
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "divergence", "threads"))],
     engine: EngineFields,
-    memory: Annotated[Values, Fields(WalkSpec)],
+    memory: Annotated[Values, Fields(MemoryLimits)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
     card: CardOption = False,
@@ -105,46 +113,34 @@ def eval_ppl(
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
-    opening = {"revision": revision, "adapters": adapter or (), "source": source}
+    model = _model_of(artifact, revision, adapter)
+    settings = {**evaluation, "source": source, **_records(engine, memory)}
     if dry_run:
-        _forecast(artifact, json, opening, {**evaluation, "probes": ("perplexity",)}, engine, memory)
+        _forecast(model, json, settings | {"probes": ("perplexity",)})
         return
-    settings = {**evaluation, **memory, **opening}
     if cross_check:
-        _cross_check(artifact, json, card, engine=parse(EngineSpec, engine, "engine"), **settings)
+        _cross_check(model, json, card, settings)
         return
-    report = _evaluate(artifact, json, card, probes=("perplexity",), **engine, **settings)
+    report = _evaluate(model, json, card, settings | {"probes": ("perplexity",)})
     for line in report.quality():
         say(line)
 
 
-def _forecast(
-    artifact: str,
-    path: Path | None,
-    opening: Values,
-    evaluation: Values,
-    engine: Values,
-    memory: Values,
-) -> None:
-    import json
-
-    from quantkit.evaluation.forecast.dry_run import forecast
+def _forecast(model: ModelRef, path: Path | None, settings: Values) -> None:
+    from quantkit.evaluation.evaluate import forecast
     from quantkit.report.table import megabytes
 
-    trial = forecast(
-        artifact, engine=parse(EngineSpec, engine, "engine"), memory=parse(WalkSpec, memory, "evaluation"),
-        **opening, **evaluation,
-    )  # fmt: skip
-    say(f"judging {artifact} would take, on this machine:")
+    trial = forecast(model, **settings)
+    say(f"evaluating {model.model} would take, on this machine:")
     for part in trial.parts:
-        size = "no forecast" if part.need.memory is None else megabytes(part.need.memory)
-        how = "block by block" if part.need.walk else "whole"
+        size = "no forecast" if part.memory_bytes is None else megabytes(part.memory_bytes)
+        how = "block by block" if part.walk else "whole"
         minutes = part.seconds / 60
-        say(f"  {part.what}: {how} in {part.need.engine}, memory {size} at the peak, about {minutes:.1f} minutes")
-    say(f"  disk: {megabytes(trial.disk)} at most")
+        say(f"  {part.what}: {how} in {part.engine}, memory {size} at the peak, about {minutes:.1f} minutes")
+    say(f"  disk: {megabytes(trial.disk_bytes)} at most")
     for note in trial.notes:
         say(f"  note: {note}")
-    save(path, json.dumps(trial.to_values(), indent=2))
+    save(path, trial.model_dump_json(indent=2))
 
 
 def evaluate_all(
@@ -152,7 +148,7 @@ def evaluate_all(
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("probes", *WINDOWS, "threads", "divergence"))],
     engine: EngineFields,
-    memory: Annotated[Values, Fields(WalkSpec)],
+    memory: Annotated[Values, Fields(MemoryLimits)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
     card: CardOption = False,
@@ -164,11 +160,12 @@ def evaluate_all(
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
     from quantkit.report.table import Table
 
-    opening = {"revision": revision, "adapters": adapter or (), "source": source}
+    model = _model_of(artifact, revision, adapter)
+    settings = {**evaluation, "source": source, **_records(engine, memory)}
     if dry_run:
-        _forecast(artifact, json, opening, evaluation, engine, memory)
+        _forecast(model, json, settings)
         return
-    report = _evaluate(artifact, json, card, **opening, **evaluation, **engine, **memory)
+    report = _evaluate(model, json, card, settings)
     print_table(Table((report,)), notes=notes)
 
 
@@ -198,9 +195,9 @@ def eval_tasks(
 
     with shown() as progress:
         report = evaluate_tasks(
-            artifact, tuple(filter(None, tasks.split(","))), include=include, num_fewshot=num_fewshot, limit=limit,
-            chat_template=chat_template, n_ctx=n_ctx, revision=revision, adapters=adapter or (), progress=progress,
-            **engine,
+            _model_of(artifact, revision, adapter), tuple(filter(None, tasks.split(","))), include=include,
+            num_fewshot=num_fewshot, limit=limit, chat_template=chat_template, n_ctx=n_ctx, progress=progress,
+            engine=parse(EngineSpec, engine, "engine"),
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
     grid = Table("task", "shots", "samples", "measure", "value", title=Text(one_line(report.model.label, LONGEST)))
@@ -227,7 +224,7 @@ def cache(
     """List what judging keeps: baselines of source models, and evaluations that were interrupted."""
     import json as json_module
 
-    from quantkit.evaluation.cache import clear_cache, list_cache
+    from quantkit.evaluation.baseline import clear_cache, list_cache
     from quantkit.report.table import megabytes
     from quantkit.system.cache import cache_folder
 

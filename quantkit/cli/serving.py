@@ -24,7 +24,7 @@ from quantkit.cli.options import (
     say,
 )
 from quantkit.errors import LONGEST, one_line
-from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, ServeSpec, parse
+from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, MemoryLimits, ModelRef, ServeSpec, parse
 
 if TYPE_CHECKING:
     from quantkit.serving.load_test import LoadReport
@@ -80,7 +80,8 @@ def bench(
     if endpoint is None:
         shared = {name: settings[name] for name in SHARED if name in settings}
         _in_process(
-            str(artifact), json, notes, revision=revision, adapters=adapter or (), **evaluation, **engine, **shared,
+            ModelRef(model=str(artifact), revision=revision, adapters=tuple(adapter or ())), json, notes,
+            engine=parse(EngineSpec, engine, "engine"), **evaluation, **shared,
         )  # fmt: skip
         return
     from quantkit.cli.progress import shown
@@ -103,13 +104,15 @@ def bench(
         raise typer.Exit(1)
 
 
-def _in_process(artifact: str, json: Path | None, notes: bool, **settings: Any) -> None:
+def _in_process(model: ModelRef, json: Path | None, notes: bool, **settings: Any) -> None:
     from quantkit.cli.progress import shown
     from quantkit.evaluation.evaluate import evaluate
     from quantkit.report.table import Table
 
     with shown() as progress:
-        report = evaluate(artifact, PROBES, limit=1, repeats=REPEATS, walk=False, progress=progress, **settings)
+        report = evaluate(
+            model, PROBES, limit=1, repeats=REPEATS, memory=MemoryLimits(walk=False), progress=progress, **settings
+        )
     save(json, report.model_dump_json(indent=2))
     print_table(Table((report,)), notes=notes)
 

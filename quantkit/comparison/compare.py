@@ -27,11 +27,20 @@ from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
 from quantkit.evaluation import evaluate, process
 from quantkit.evaluation.engine_choice import choose, require
-from quantkit.evaluation.evaluate import Judgement
-from quantkit.evaluation.forecast.memory import Need, need_of_copy
+from quantkit.evaluation.evaluate import Evaluation
+from quantkit.evaluation.memory import MemoryNeed, need_of_copy
 from quantkit.formats.source import open_source
 from quantkit.progress import Pieces, Progress
-from quantkit.recipe import CompareRecipe, ConvertRecipe, EngineSpec, ResourceSpec, SweepModel, Variant, WalkSpec, parse
+from quantkit.recipe import (
+    CompareRecipe,
+    ConvertRecipe,
+    EngineSpec,
+    MemoryLimits,
+    ModelRef,
+    ResourceSpec,
+    Variant,
+    parse,
+)
 from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
 from quantkit.report.table import Table
@@ -111,7 +120,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     return table
 
 
-def name_of(recipe: CompareRecipe | SweepModel) -> str:
+def name_of(recipe: CompareRecipe | ModelRef) -> str:
     """The name of a model's folder: the model's, and those of its adapters."""
     return safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
 
@@ -135,7 +144,7 @@ class Comparison:
         return load_text(self.recipe.evaluation.text, "evaluation")
 
     @cached_property
-    def of_original(self) -> Judgement:
+    def of_original(self) -> Evaluation:
         """The prepared evaluation of the source, on the windows that every variant is evaluated on."""
         return self.prepare(self.original)
 
@@ -184,7 +193,7 @@ class Comparison:
         same = same and all(name in m.files and m.files[name].sha256 == sha256 for name, sha256 in copied.items())
         return artifact if same and found == wanted else None
 
-    def prepare(self, model: Model) -> Judgement:
+    def prepare(self, model: Model) -> Evaluation:
         """Prepare the evaluation by the engine that users of the model's format run.
 
         It computes on the recipe's device or, where it cannot, on the CPU.
@@ -194,15 +203,15 @@ class Comparison:
         except RecipeError:
             find_device(self.recipe.device)  # raises for a device that nothing here has
             engine = choose(model, EngineSpec(device=CPU))
-        limits = WalkSpec(max_memory_gb=self.max_memory_gb)
+        limits = MemoryLimits(max_memory_gb=self.max_memory_gb)
         return evaluate.prepare(model, self.recipe.evaluation, self.text, engine, self.source, limits)
 
     def report(self, model: Model, progress: Progress) -> Report:
         """The report of the source or an artifact, reused or measured; an artifact's card gets its figures."""
-        judgement = self.of_original if model is self.original else self.prepare(model)
-        report = self.reusable_report(judgement)
+        evaluation = self.of_original if model is self.original else self.prepare(model)
+        report = self.reusable_report(evaluation)
         if report is None:
-            report = evaluate.measure(judgement, progress)
+            report = evaluate.measure(evaluation, progress)
             path = self.report_path(model)
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, report.model_dump_json(indent=2) + "\n")
@@ -210,32 +219,33 @@ class Comparison:
             write_card(model.artifact, (read_report(self.report_path(self.original)), report))
         return report
 
-    def reusable_report(self, judgement: Judgement) -> Report | None:
+    def reusable_report(self, evaluation: Evaluation) -> Report | None:
         """The finished report of the same evaluation, if there is one: all that decides its figures is the same."""
-        path = self.report_path(judgement.model)
+        path = self.report_path(evaluation.model)
         if not path.is_file():
             return None
         try:
             report = read_report(path)
         except ReportError:
             return None
-        baseline, hardware = judgement.kept_baseline(), None
+        baseline, hardware = evaluation.stored_baseline(), None
         if self.any_machine:  # whose cache has the baseline
-            engine = replace(judgement.engine, device=report.engine.device.split()[0])
-            judgement = replace(judgement, engine=engine)
+            engine = replace(evaluation.engine, device=report.engine.device.split()[0])
+            evaluation = replace(evaluation, engine=engine)
             baseline, hardware = baseline or report.baseline, report.hardware
-        return report if report.fingerprint == judgement.fingerprint(baseline, hardware) else None
+        return report if report.fingerprint == evaluation.fingerprint(baseline, hardware) else None
 
-    def need_of(self, job: Job) -> Need:
+    def need_of(self, job: Job) -> MemoryNeed:
         """What it takes to evaluate a variant whole that is still to be made."""
-        return need_of_copy(job, self.source, self.of_original.judged.windows)
+        bits, windows = job.recipe.bits or job.method.default_bits, self.of_original.cut.windows
+        return need_of_copy(self.source, job.format, job.checked.nbytes, bits, windows)
 
     def how_evaluated(self, jobs: Sequence[ReadyJob]) -> Iterator[str]:
         """Which models are evaluated whole and which block by block, with their engines and memory."""
-        judgement = self.of_original
-        needs = [(self.original.label, judgement.settled.model)]
-        if judgement.baseline is not None and judgement.kept_baseline() is None:
-            needs.insert(0, ("the source for divergences", judgement.settled.baseline))
+        evaluation = self.of_original
+        needs = [(self.original.label, evaluation.plan.need)]
+        if evaluation.baseline_plan is not None:
+            needs.insert(0, ("the source for divergences", evaluation.baseline_plan.need))
         whole = [f"{label} ({need.words})" for label, need in needs if not need.walk]
         by_block = [f"{label} ({need.words})" for label, need in needs if need.walk]
         for ready in jobs:
@@ -254,7 +264,7 @@ class Comparison:
         if not job.method.calibrated(job.options):
             return "conversion", CONVERSION_COST
         spec = job.recipe.calibration
-        tokens = sum(len(window.ids) for window in self.of_original.judged.windows)
+        tokens = sum(len(window.ids) for window in self.of_original.cut.windows)
         return "calibration", CONVERSION_COST + CALIBRATION_COST * spec.sequences * spec.length / tokens
 
 

@@ -96,13 +96,13 @@ def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[Ready
                 task.memory = need + own
             return False
         model = Model(artifact, None)
-    judgement = comparison.prepare(model)
-    if comparison.reusable_report(judgement) is not None:
+    evaluation = comparison.prepare(model)
+    if comparison.reusable_report(evaluation) is not None:
         task.report = str(comparison.report_path(model))
         return True
-    needs = [judgement.settled.model.memory]
-    if judgement.baseline is not None and judgement.kept_baseline() is None:
-        needs.append(judgement.settled.baseline.memory)
+    needs = [evaluation.plan.need.memory]
+    if evaluation.baseline_plan is not None:
+        needs.append(evaluation.baseline_plan.need.memory)
     task.memory = max((need + own for need in needs if need is not None), default=None)
     return False
 

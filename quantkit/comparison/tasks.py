@@ -19,9 +19,10 @@ from filelock import FileLock
 
 from quantkit.comparison.compare import Comparison, name_of
 from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_method, find_probe
+from quantkit.contracts.registry import find_method
 from quantkit.data.texts import NAMES
 from quantkit.errors import QuantkitError, RecipeError
+from quantkit.evaluation.probes import find_probe
 from quantkit.models.config import leave_torch_out
 from quantkit.progress import Progress
 from quantkit.recipe import CompareRecipe, Strict, SweepRecipe, parse

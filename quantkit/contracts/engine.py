@@ -17,25 +17,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 # Process variables of the libraries that multiply for several engines: oneDNN and MKL.
 KERNEL_VARIABLES = ("DNNL_", "ONEDNN_", "MKL_")
 
 
 class LoadedModel(Protocol):
-    """A model that an engine has loaded. Token ids are int64, logits float32.
+    """A model that an engine has loaded, the type that it computes in, and notes for its user.
 
-    `dtype` is the type that it computes in, `notes` what its user should know of it.
+    Token ids are int64, logits float32.
     """
 
     notes: tuple[str, ...]
     dtype: str
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield the logits of the judged positions of all windows in order, (n, V) a few positions at a time.
+        """Yield the logits of the scored positions of all windows in order, (n, V) a few positions at a time.
 
-        Log-probabilities where the engine gives only those. No piece reaches over the end of a window; at no time are
-        the logits of a whole window in memory where the engine gives them in parts.
+        Log-probabilities if the engine gives only those. No piece reaches over the end of a window; the logits of a
+        whole window are never in memory if the engine gives them in parts.
         """
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
@@ -44,16 +43,16 @@ class LoadedModel(Protocol):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """How an engine opens a model: number of threads, longest context in tokens, dtype where it has a choice.
+    """How an engine opens a model: threads, the longest context in tokens, dtype (None: its own choice), device.
 
-    `device` is what it computes on. `walk`: with one decoder block's weights in memory at a time, for an engine that
-    `walks`; hidden states of more than `offload_bytes` go to a file then, and `progress` is told how far it is.
+    `walk`: with one decoder block's weights in memory at a time, for an engine that `walks`; hidden states of more than
+    `offload_bytes` go to a file then, and `progress` is told how far it is.
     """
 
     threads: int
     n_ctx: int
     dtype: str | None = None
-    device: str = "cpu"
+    device: str = CPU
     walk: bool = False
     offload_bytes: int = 0
     progress: Progress = field(default_factory=Progress)
@@ -73,9 +72,9 @@ def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What decides the memory that a model's weights take: its format, its number of weights and how many of them lie
-    outside the blocks, the bytes of its files, the type in its config.json, and the bits of an artifact's recipe.
+class WeightStats:
+    """What decides the memory of a model's weights: its format, the number of its weights and of those outside the
+    blocks, the bytes of its files, the type in its config.json, and the bits of an artifact's recipe.
     """
 
     format: str
@@ -88,24 +87,22 @@ class Holding:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine. A format names the engines that take it; `opens` is what a user reads who gives one another format.
+    """An engine. A format names the engines that take it; `opens` is the answer for an artifact of another format.
 
-    `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype) raises for a
-    dtype that it does not have (None is its own choice). find_device(asked) returns the device that it
-    computes on in this interpreter when the user asks for auto, cpu or cuda:1, or raises RecipeError;
-    refuse_model(model, dtype, device) for a model that it would compute wrongly or not at all.
-    Process variables that begin with one of `variables` change what it computes. `set_threads` changes the number of
-    threads that a loaded model computes on; an engine that cannot do that is started anew for each number.
-    `reads_values`: it can compute with the values of a source of floats, and not only with the files in its folder.
-    holds(holding, dtype) is what a model's weights take in memory on a CPU, in bytes; None where that is not known.
-    `walks`: it can compute windows with one decoder block's weights in memory at a time.
-    `process`: whether a new interpreter judges, or a fork of one that has imported torch and transformers, which saves
-    time (system/forking.py); `both` is for an engine that needs neither, whose memory and speed are its own then: the
-    divergence alone, which needs the source's output layer, is measured in a fork.
+    `module` is what its interpreter must have; `install` says how to get it. refuse(dtype) raises for a dtype that it
+    does not have. find_device(asked) returns the device that it computes on in this interpreter for auto, cpu or
+    cuda:1, or raises RecipeError; refuse_model(model, dtype, device) raises for a model that it would compute wrongly
+    or not at all. Process variables that begin with one of `variables` change what it computes. `set_threads` changes
+    the number of threads of a loaded model; without it each number gets a process of its own. `reads_values`: it can
+    compute with the values of a source of floats, not only with the files in its folder. holds(stats, dtype) returns
+    the bytes that the weights take in memory on a CPU; without it the memory is not estimated. `walks`: it can compute
+    windows with one decoder block's weights in memory at a time.
+    `process`: whether a new interpreter evaluates, or a fork of one that has imported torch and transformers, which
+    saves time (system/forking.py). `both` is for an engine that needs neither, whose memory and speed are its own then:
+    only the divergence, which needs the source's output layer, is measured in a fork.
     """
 
     name: str
-    summary: str
     module: str
     install: str
     opens: str
@@ -118,4 +115,4 @@ class Engine:
     reads_values: bool = False
     walks: bool = False
     process: Literal["new", "forked", "both"] = "new"
-    holds: Callable[[Holding, str | None], int] | None = None
+    holds: Callable[[WeightStats, str | None], int] | None = None

@@ -1,4 +1,4 @@
-"""The Model that is judged or served: an artifact, or a source model itself."""
+"""The Model that is evaluated or served: an artifact, or a source model itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from quantkit.checkpoints.side_files import GENERATION
 from quantkit.errors import EngineError
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
+from quantkit.recipe import ModelRef
 from quantkit.report.records import ModelEntry
 from quantkit.untrusted import read_object, shown
 
@@ -24,20 +25,15 @@ class Model:
     source: Source | None
 
     @property
-    def folder(self) -> Path:
-        """Where the files lie."""
-        return self.artifact.folder if self.artifact else self._source.folder
-
-    @property
     def _source(self) -> Source:
         if self.source is None:
-            raise EngineError("a model that is neither an artifact nor a source cannot be judged")
+            raise EngineError("a model that is neither an artifact nor a source cannot be evaluated")
         return self.source
 
     @property
-    def method(self) -> str | None:
-        """Name of the method that made the artifact; None for a source."""
-        return self.artifact.manifest.recipe.method if self.artifact else None
+    def folder(self) -> Path:
+        """The folder of its files."""
+        return self.artifact.folder if self.artifact else self._source.folder
 
     @property
     def format(self) -> str:
@@ -52,9 +48,16 @@ class Model:
         return " + ".join([self._source.name, *(adapter.name for adapter in self._source.adapters)])
 
     @property
-    def location(self) -> str:
+    def ref(self) -> ModelRef:
         """What another process opens the model by."""
-        return str(self.artifact.folder.absolute()) if self.artifact else self._source.model
+        if self.artifact:
+            return ModelRef(model=str(self.artifact.folder.absolute()))
+        source = self._source
+        return ModelRef(
+            model=source.model,
+            revision=source.revision,
+            adapters=tuple(str(adapter.folder) for adapter in source.adapters),
+        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -72,12 +75,17 @@ class Model:
         given = [i for i in ends if i is not None]
         for i in given:
             if not isinstance(i, int) or isinstance(i, bool):
-                raise EngineError(f"{self.folder}: the end token {shown(i)} is no token id. Mend eos_token_id.")
+                raise EngineError(f"{self.folder}: the end token {shown(i)} is no token id. Fix eos_token_id.")
         return frozenset(i for i in given if i >= 0)  # some files say -1 for none
 
     @property
+    def dtype(self) -> str:
+        """The type in config.json, as transformers uses it by default; float32 if there is none."""
+        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+    @property
     def digest(self) -> str:
-        """Identifies the bytes that are judged."""
+        """Identifies the bytes that are evaluated."""
         if self.artifact:
             return self.artifact.digest
         return hashlib.sha256("".join(self._source.hashes.values()).encode()).hexdigest()
@@ -103,15 +111,16 @@ class Model:
         return self.artifact.manifest.source.parameters if self.artifact else self._source.parameters
 
     def entry(self) -> ModelEntry:
-        """What a report says of it."""
+        """The model in a report."""
+        manifest = self.artifact.manifest if self.artifact else None
         return ModelEntry(
             label=self.label,
             name=self.name,
-            method=self.method,
+            method=manifest.recipe.method if manifest else None,
             digest=self.digest,
-            notes=self.artifact.manifest.all_notes if self.artifact else (),
+            notes=manifest.all_notes if manifest else (),
         )
 
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer: an artifact's lies beside its weights."""
+        """The Hugging Face tokenizer; an artifact has its own."""
         return load_tokenizer(self.artifact.folder) if self.artifact else self._source.tokenizer()

@@ -1,4 +1,4 @@
-"""What a measurement must provide, and the ProbeJob that it is given."""
+"""What a probe is, and the job that it gets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Baseline(Protocol):
-    """What the source computes at the judged positions."""
+    """What the source computes at the scored positions."""
 
     def logits(self, start: int, count: int) -> NDArray[np.float32]:
-        """(count, V) float32 of the judged positions from number `start` on."""
+        """(count, V) float32 of the scored positions from number `start` on."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class ProbeJob:
     """What a probe may use: the model, loaded by an engine, token windows, the source's baseline, and settings.
 
     `n_ctx` is the longest context in tokens that the model was loaded for, `loading_peak` the resident memory in bytes
-    that loading it took. Finished windows lie in the file `resume` until all are done; all positions go to the file
-    `save` in the end.
+    that loading took. The file `resume` holds the scored positions of finished batches until all are finished; all
+    scored positions go to the file `save` in the end.
     """
 
     loaded: LoadedModel
@@ -50,19 +50,17 @@ class ProbeJob:
 
 @dataclass(frozen=True)
 class Probe:
-    """A measurement. `per_threads` probes run once for each thread count. Probes run in `order`.
+    """A measurement, a row of `evaluation/probes.py`.
 
-    `n_ctx` is the context in tokens that it needs, of which a model may have less; `usual` probes run where none is
-    named. `generates`: it needs tokens one by one, which a model that is computed block by block does not give.
-    `needs_source`: it takes the source's baseline, where there is one.
+    `generates`: it needs tokens one by one, which a model that is computed block by block does not give. `per_threads`:
+    it runs once for each thread count. `needs_source`: it uses the source's baseline if there is one. `n_ctx`: tokens
+    of context that it needs, of which a model may have less. `usual`: it runs if no probe is named.
     """
 
     name: str
-    summary: str
     run: Callable[[ProbeJob], list[Measurement]]
-    order: int
+    generates: bool = False
     per_threads: bool = False
+    needs_source: bool = False
     n_ctx: int = 0
     usual: bool = True
-    generates: bool = False
-    needs_source: bool = False

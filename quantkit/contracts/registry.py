@@ -1,8 +1,8 @@
-"""The registry: methods, formats, engines and probes are what lies in four folders; each holds one record.
+"""The registry: methods, formats and engines are what lies in three folders; each file holds one record.
 
 `quantkit/methods/NAME.py` holds `METHOD`, `quantkit/formats/NAME.py` or a folder `FORMAT`, `quantkit/engines/NAME.py`
-`ENGINE`, `quantkit/probes/NAME.py` `PROBE`. The name of the file or folder is the name everywhere: in recipes, on the
-command line, in the docs; an underscore in it is a dash there. What begins with one is shared code.
+`ENGINE`. The name of the file or folder is the name everywhere: in recipes, on the command line, in the docs; an
+underscore in it is a dash there. What begins with one is shared code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from quantkit.contracts.engine import Engine
 from quantkit.contracts.format import Format
 from quantkit.contracts.method import Method
-from quantkit.contracts.probe import Probe
 from quantkit.errors import RecipeError, near_miss
 from quantkit.system.modules import importing
 
@@ -100,11 +99,6 @@ def find_engine(name: str) -> Engine:
     return _find("engine", "engines", "ENGINE", name)
 
 
-def find_probe(name: str) -> Probe:
-    """Look a probe up; raises RecipeError with a near-miss hint."""
-    return _find("probe", "probes", "PROBE", name)
-
-
 def methods() -> dict[str, Method]:
     """All methods by name."""
     return {name: find_method(name) for name in _names("methods")}
@@ -118,8 +112,3 @@ def formats() -> dict[str, Format]:
 def engines() -> dict[str, Engine]:
     """All engines by name."""
     return {name: find_engine(name) for name in _names("engines")}
-
-
-def probes() -> dict[str, Probe]:
-    """All probes by name, in the order in which they run."""
-    return dict(sorted({name: find_probe(name) for name in _names("probes")}.items(), key=lambda item: item[1].order))

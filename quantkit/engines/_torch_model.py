@@ -1,7 +1,4 @@
-"""A transformers model in torch as a LoadedModel: logits of windows, and greedy tokens one by one.
-
-Tokens, whose time is measured, are computed by the model's own code alone.
-"""
+"""A transformers model in torch as a LoadedModel: logits of windows, and greedy tokens one by one."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from quantkit.contracts.windows import alike
-from quantkit.engines._int4_linear import generating
+from quantkit.contracts.windows import Window, alike
+from quantkit.engines._linears import generating
 from quantkit.models.architectures import running
 from quantkit.models.output_head import OutputHead, last_states
 from quantkit.numerics.matmul import products_everywhere
@@ -20,37 +17,47 @@ from quantkit.numerics.matmul import products_everywhere
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quantkit.contracts.windows import Window
-
 ROWS = 256  # positions that go through the output layer together
 PIECE_ROWS = 32  # of a piece: in float32 they stay in the processor's cache
 
 
 class TorchModel:
-    """Wraps `model` (a causal language model of transformers)."""
+    """Wraps `model`, a causal language model of transformers."""
 
     def __init__(self, model: Any, dtype: str, notes: tuple[str, ...] = ()) -> None:
-        self._model = model
-        self.dtype = dtype
-        self.notes = notes
+        self._model, self.dtype, self.notes = model, dtype, notes
 
-    def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
-        """Yield (n, D) of each window in order: what goes into the output layer at its judged positions."""
+    def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:
+        """Yield batches of windows in order, each with (B, T, D): what goes into the output layer."""
         for batch in alike(windows):
             with torch.inference_mode(), products_everywhere():
                 hidden = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
+            yield batch, hidden
+
+    def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
+        """Yield (n, D) of each window in order: what goes into the output layer at its scored positions."""
+        for batch, hidden in self.hidden(windows):
             for window, states in zip(batch, hidden, strict=True):
-                yield states[window.first : window.first + len(window.targets)]
+                yield states[window.scored]
+
+    def head(self) -> OutputHead:
+        """Return the output layer, and what stands with it."""
+        return OutputHead(self._model)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield the logits of the judged positions in order, (n, V) with at most `PIECE_ROWS` positions each."""
-        head = OutputHead(self._model)
+        """Yield the logits of the scored positions in order, (n, V) with at most `PIECE_ROWS` positions each.
+
+        The output layer comes into memory when the first windows have gone through all blocks.
+        """
+        head: OutputHead | None = None
         for states in self.states(windows):
+            head = head or self.head()
             for part in states.split(ROWS):
                 with torch.inference_mode(), products_everywhere():
                     logits = head.logits(part)
                 for piece in logits.split(PIECE_ROWS):
                     yield piece.to("cpu", torch.float32).numpy()
+                del logits, piece  # before the next ones are made
 
     def _here(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(ids).to(self._model.device)
@@ -66,7 +73,7 @@ class TorchModel:
         self.dtype = dtype
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt, never stopping early."""
+        """Yield `count` greedy tokens after the prompt, never stopping early, by the model's own code alone."""
         from transformers import DynamicCache
 
         with torch.inference_mode(), generating(self._model):

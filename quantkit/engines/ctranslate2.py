@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadedModel, LoadSpec
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec, WeightStats
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, UnsupportedError, missing_package
 from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary
@@ -75,9 +75,9 @@ class Ct2Generator:
         self.notes = notes
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the judged positions, window by window: the engine gives a window at once."""
+        """Yield (n, V) float32 of the scored positions, window by window: the engine gives a window at once."""
         for window in windows:
-            yield self.window(window.ids.tolist())[window.first : window.first + len(window.targets)]
+            yield self.window(window.ids.tolist())[window.scored]
 
     def window(self, ids: list[int]) -> NDArray[np.float32]:
         """The logits (T, V) of all positions of a window of T tokens; V is the size of the vocabulary.
@@ -151,15 +151,14 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
     return Ct2Generator(model.folder, compute_type, spec.threads, notes)
 
 
-def _holds(holding: Holding, dtype: str | None) -> int:
+def _holds(stats: WeightStats, dtype: str | None) -> int:
     # What the processor does not compute in becomes float32.
-    kept = (holding.bits or "").startswith("int8") and dtype in (None, holding.bits)
-    return holding.weight_bytes if kept else max(4 * holding.parameters, holding.weight_bytes)
+    kept = (stats.bits or "").startswith("int8") and dtype in (None, stats.bits)
+    return stats.weight_bytes if kept else max(4 * stats.parameters, stats.weight_bytes)
 
 
 ENGINE = Engine(
     name="ctranslate2",
-    summary="CTranslate2, the engine of its own format, on a CPU",
     module="ctranslate2",
     install="Install it with: pip install 'quantkit[ctranslate2]'",
     opens="CTranslate2 opens only artifacts of the method ctranslate2",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
 from quantkit.recipe import AUTO
@@ -83,14 +83,13 @@ class LlamaModel:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the judged positions in order; of a large vocabulary fewer positions at a time."""
+        """Yield (n, V) float32 of the scored positions in order; of a large vocabulary fewer positions at a time."""
         limit = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
         for window in windows:
             self._clear()
-            ids, begin = window.ids.tolist(), 0
-            stop = window.first + len(window.targets)
+            ids, begin, stop = window.ids.tolist(), 0, window.scored.stop
             while begin < stop:
-                # Positions that are not judged take no room, so they come along.
+                # Positions that are not scored take no room, so they come along.
                 end = min(len(ids), begin + BATCH, max(begin, window.first) + limit)
                 end = len(ids) if end >= stop and len(ids) - begin <= BATCH else end
                 first, last = max(window.first - begin, 0), min(stop, end) - begin
@@ -158,18 +157,13 @@ def _load(model: Model, spec: LoadSpec) -> LlamaModel:
         return LlamaModel(llama_cpp, str(model.weight_files[0]), spec)
 
 
-def _holds(holding: Holding, _dtype: str | None) -> int:
-    return holding.weight_bytes
-
-
 ENGINE = Engine(
     name="llamacpp",
-    summary="llama.cpp through llama-cpp-python",
     module="llama_cpp",
     install="Install it with: pip install 'quantkit[llamacpp]'",
     opens="it loads GGUF files only",
     load=_load,
-    holds=_holds,
+    holds=lambda stats, _dtype: stats.weight_bytes,
     find_device=_find_device,
     refuse=_refuse,
     process="both",

@@ -1,4 +1,4 @@
-"""Reference: our own reader of the artifact's bytes, computed by plain torch through transformers' module code.
+"""Our own reader of a model's bytes, computed in plain torch through transformers' module code, whole or by block.
 
 GPTQ, RTN and AWQ layers of up to 4 bits decode on torch's int4 kernel; layers of 8-bit values with inputs of 8 bits
 round these as vLLM's kernels do; all else is dense in bfloat16 (or `dtype`).
@@ -7,80 +7,143 @@ round these as vLLM's kernels do; all else is dense in bfloat16 (or `dtype`).
 from __future__ import annotations
 
 import copy
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 
 from quantkit.artifact import Artifact
-from quantkit.calibration.passes import SourceValues
+from quantkit.calibration.passes import WindowWalk
 from quantkit.checkpoints.rows import Rows, rows_in_memory
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadedModel, LoadSpec, refuse_dtype
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec, WeightStats, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored
-from quantkit.engines._int4_linear import Int4Linear, kernel_takes
-from quantkit.engines._scaled_linear import ScaledLinear
+from quantkit.contracts.windows import Window
+from quantkit.engines._linears import Int4Linear, ScaledLinear, kernel_group
 from quantkit.engines._torch_model import TorchModel
-from quantkit.engines._walked_model import WalkedModel
 from quantkit.errors import ArtifactError, EngineError
-from quantkit.models.skeleton import Skeleton, leftovers, load, open_skeleton, rows_of, set_parameter, source_name
+from quantkit.models.output_head import NarrowOutput, OutputHead
+from quantkit.models.skeleton import (
+    Skeleton,
+    leftovers,
+    load,
+    open_skeleton,
+    rows_of,
+    set_parameter,
+    source_name,
+    tables,
+    weight_name,
+)
 from quantkit.models.source import Source
 from quantkit.models.unfuse import cut
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.matmul import products_everywhere
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.device import find_device
+from quantkit.system.memory import trim_heap
 from quantkit.untrusted import told
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 INT4_BITS = ("2", "3", "4")  # of codes that torch's int4 kernel takes, which computes in bfloat16
+NARROW = (torch.float16, torch.bfloat16)
+PIECE = 1 << 23  # values of the output layer that are in float32 at a time while it is read
 Value: TypeAlias = torch.Tensor | GroupedWeight | ScaledWeight
 
 
-class _SourceParts:
-    """A source's values."""
+class _Values(ABC):
+    """A model's values by the names of its skeleton's parameters, and how they are put into its modules."""
 
-    def __init__(self, source: Source, skeleton: Skeleton) -> None:
-        self._source, self._skeleton = source, skeleton
-        self._values = SourceValues(source, skeleton)
+    def __init__(self, skeleton: Skeleton, folder: Path, device: str) -> None:
+        self.skeleton, self._folder, self._device = skeleton, folder, device
+        self._linears = skeleton.linears()
+        self._rounded: set[str] = set()
 
+    @abstractmethod
     def names(self) -> list[str]:
-        """The parameters that it has values for."""
-        return sorted(self._skeleton.parameter_names())
+        """The parameters that it has values for, in the order in which they are read."""
 
+    @abstractmethod
     def read(self, parameter: str) -> Value:
         """The value of a parameter in the shape that its module takes."""
-        return load(self._source, self._skeleton, parameter)
 
-    def stored(self, parameter: str) -> torch.Tensor | Rows:
-        """A dense one, in rows where it is not stored as floats."""
-        info = self._source.info(source_name(self._source, self._skeleton, parameter))
-        narrow = info.dtype in ("F16", "BF16")
-        return self.tensor(parameter) if narrow else rows_of(self._source, self._skeleton, parameter)
+    @abstractmethod
+    def stored(self, parameter: str) -> Value | Rows:
+        """A value outside the blocks as it is stored; in rows if that is not as floats."""
+
+    @abstractmethod
+    def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
+        """Some rows of a value outside the blocks."""
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """A dense one that lies outside the blocks."""
-        return load(self._source, self._skeleton, parameter)
+        """A value outside the blocks."""
+        return _dense(self.read(parameter))
+
+    def place(self, module: Any, prefix: str, name: str, dtype: torch.dtype) -> None:
+        """Put the parameter `prefix` + `name` into `module`, where it is `name`: codes on kernels, all else dense."""
+        value = self.read(prefix + name)
+        if (shape := tuple(module.get_parameter(name).shape)) != tuple(value.shape):
+            raise ArtifactError(
+                f"{self._folder}: {prefix + name} has the shape {tuple(value.shape)}, not {shape}; convert again"
+            )
+        path = name.removesuffix(".weight")
+        bias = getattr(module.get_submodule(path), "bias", None) if path != name else None
+        # A bias may be empty for now; it is set like every other parameter when it comes.
+        on_kernel = prefix + name in self._linears and (self._device, dtype) == ("cpu", torch.bfloat16)
+        if on_kernel and isinstance(value, GroupedWeight) and kernel_group(value):
+            module.set_submodule(path, Int4Linear(value, bias, dtype))
+        elif isinstance(value, ScaledWeight) and value.inputs is not None:
+            module.set_submodule(path, ScaledLinear(value.to(self._device), bias, dtype))
+            self._rounded.add(f"inputs of quantized layers are rounded as vLLM does: {value.inputs.words}")
+        else:
+            set_parameter(module, name, _dense(value).to(self._device, dtype))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the values placed so far."""
+        return tuple(sorted(self._rounded))
+
+
+class _SourceValues(_Values):
+    def __init__(self, source: Source, skeleton: Skeleton, device: str) -> None:
+        super().__init__(skeleton, source.folder, device)
+        leftovers(source, skeleton)  # refuses blocks beyond those of config.json
+        self._source = source
+
+    def names(self) -> list[str]:
+        return sorted(self.skeleton.parameter_names())
+
+    def read(self, parameter: str) -> Value:
+        return load(self._source, self.skeleton, parameter)
+
+    def stored(self, parameter: str) -> Value | Rows:
+        info = self._source.info(source_name(self._source, self.skeleton, parameter))
+        narrow = info.dtype in ("F16", "BF16")
+        return self.read(parameter) if narrow else rows_of(self._source, self.skeleton, parameter)
 
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Some of its rows."""
-        return self._values.rows(parameter, rows)
+        name = source_name(self._source, self.skeleton, parameter)
+        return torch.cat([self._source.rows(name, row, row + 1) for row in rows])
 
 
-class _ArtifactParts:
-    """An artifact's values, through its format's reader."""
+class _ArtifactValues(_Values):
+    """Those of an artifact, through its format's reader."""
 
-    def __init__(self, artifact: Artifact, kind: str, skeleton: Skeleton) -> None:
-        self._reader, self._skeleton = open_stored(artifact, find_format(kind)), skeleton
+    def __init__(self, artifact: Artifact, kind: str, skeleton: Skeleton, device: str) -> None:
+        super().__init__(skeleton, artifact.folder, device)
+        self._reader = open_stored(artifact, find_format(kind))
         named = list(skeleton.model.named_parameters(remove_duplicate=False))
         own = {id(value): name for name, value in reversed(named)}  # of tied ones the first
         prefix = f"{skeleton.model.base_model_prefix}."
         self._own_name = {name: own[id(value)] for name, value in named}
-        parameters = set(skeleton.parameter_names())
+        parameters, stacks = set(skeleton.parameter_names()), _stacks(skeleton)
         self._stored: dict[str, str] = {}
-        stacks = _stacks(skeleton)
-        self._cut: set[str] = set()  # parameters that lie in a stack of experts
+        self._cut: set[str] = set()  # parameters that are part of a stack of experts
         for stored in self._reader.names():
             every = (stored, prefix + stored, stored.removeprefix(prefix))
             known = next((name for name in every if name in parameters or name in stacks), None)
@@ -91,33 +154,27 @@ class _ArtifactParts:
                 self._stored[known] = stored
 
     def names(self) -> list[str]:
-        """The parameters that it has values for, in the order of the file."""
         return list(self._stored)
 
     def read(self, parameter: str) -> Value:
-        """The value of a parameter in the shape that its module takes."""
         value = self.stored(parameter)
         if parameter in self._cut and isinstance(value, torch.Tensor | Rows):
             rows = value if isinstance(value, Rows) else rows_in_memory(value)
-            return cut(self._skeleton.origins[parameter], partial(_rows, rows))
+            return cut(
+                self.skeleton.origins[parameter], lambda _name, start, stop: torch.from_numpy(rows.read(start, stop))
+            )
         if isinstance(value, Rows):
             value = torch.from_numpy(value.whole())
         # Codes are those of a linear layer; a dense tensor is as the source stores it.
-        origin = self._skeleton.origins.get(parameter)
+        origin = self.skeleton.origins.get(parameter)
         if isinstance(value, torch.Tensor) and origin is not None and origin.transposed and origin.expert is None:
             value = value.T.contiguous()
         return value
 
-    def stored(self, parameter: str) -> Any:
-        """What the reader gives."""
+    def stored(self, parameter: str) -> Value | Rows:
         return self._reader.read(self._stored[self._own_name[parameter]])
 
-    def tensor(self, parameter: str) -> torch.Tensor:
-        """A dense one that lies outside the blocks."""
-        return _dense(self.read(parameter))
-
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Some of its rows."""
         value = self.stored(parameter)
         if isinstance(value, Rows):
             return torch.from_numpy(np.concatenate([value.read(row, row + 1) for row in rows]))
@@ -133,91 +190,127 @@ def _stacks(skeleton: Skeleton) -> dict[str, list[str]]:
     return stacks
 
 
-def _rows(rows: Rows, _name: str, start: int, stop: int) -> torch.Tensor:
-    return torch.from_numpy(rows.read(start, stop))
+def _dense(value: Value) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else value.dense()
+
+
+class WalkedModel(TorchModel):
+    """A model that is computed block by block, with one decoder block's weights in memory.
+
+    Every block is filled with the same values in the same modules as the whole model, and windows go through them in
+    the same batches, so that the figures are the same. The output layer is held as it is stored and widened in pieces.
+    It generates no tokens: each would take all blocks from the disk.
+    """
+
+    def __init__(self, values: _Values, dtype: str, spec: LoadSpec) -> None:
+        # The notes on the linear layers of the first block hold for all blocks.
+        self._skeleton, self._values, self._spec = values.skeleton, values, spec
+        prefix = self._skeleton.block_prefix(0)
+        for name in self._skeleton.linears_of(0):
+            values.place(
+                copy.deepcopy(self._skeleton.blocks[0]), prefix, name.removeprefix(prefix), DTYPES[dtype]
+            )  # fmt: skip
+        super().__init__(self._skeleton.model, dtype, values.notes)
+
+    def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:
+        """Yield batches of windows in order, each with (B, T, D): what goes into the output layer."""
+        spec, device = self._spec, torch.device(self._spec.device)
+        walk = WindowWalk(
+            self._skeleton, self._values, self._block, device, DTYPES[self.dtype], spec.offload_bytes, spec.progress
+        )
+        last = OutputHead(self._behind(), self._skeleton.blocks_path)
+        for batch, outputs in walk.outputs(windows):
+            with torch.inference_mode(), products_everywhere():
+                hidden = last.last_states(outputs)
+            yield batch, hidden
+
+    def head(self) -> OutputHead:
+        """Return the output layer, in the narrowest type that gives its values."""
+        dtype, device = DTYPES[self.dtype], self._spec.device
+        model = self._behind()
+        layer = model.get_output_embeddings()
+        weight = _narrow(self._values.stored(weight_name(model, layer)), dtype).to(device)
+        bias = None
+        if layer.bias is not None:
+            bias = self._values.tensor(weight_name(model, layer, "bias")).to(device, dtype)
+        model.set_output_embeddings(NarrowOutput(weight, bias))
+        trim_heap()
+        return OutputHead(model)
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        """Raise EngineError."""
+        raise EngineError("a model that is computed block by block generates no tokens. Leave --walk out.")
+
+    @contextmanager
+    def _block(self, index: int) -> Iterator[nn.Module]:
+        prefix = self._skeleton.block_prefix(index)
+        module: nn.Module = copy.deepcopy(self._skeleton.blocks[index])
+        for name, _ in list(module.named_parameters()):
+            self._values.place(module, prefix, name, DTYPES[self.dtype])
+        yield module.to(self._spec.device)  # its buffers
+
+    def _behind(self) -> Any:
+        """The model without its blocks', its embeddings' and its output layer's weights."""
+        model = copy.deepcopy(self._skeleton.model)
+        ends = model.get_input_embeddings(), model.get_output_embeddings(), *tables(model).values()
+        without = {id(value) for layer in ends for value in layer.parameters()}
+        inside = f"{self._skeleton.blocks_path}."
+        for name, parameter in list(model.named_parameters()):
+            if not name.startswith(inside) and id(parameter) not in without:
+                self._values.place(model, "", name, DTYPES[self.dtype])
+        for module in model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                setattr(module, key, buffer.to(self._spec.device))
+        return model
+
+
+def _narrow(stored: Value | Rows, dtype: torch.dtype) -> torch.Tensor:
+    """A weight in the narrowest type that gives its values in `dtype`."""
+    if isinstance(stored, GroupedWeight | ScaledWeight):
+        return stored.dense().to(dtype)
+    if isinstance(stored, Rows):
+        weight = torch.empty(stored.shape, dtype=dtype)
+        for start, values in stored.pieces(PIECE):
+            weight[start : start + len(values)] = torch.from_numpy(values)
+        return weight
+    return stored if stored.dtype in NARROW and dtype == torch.float32 else stored.to(dtype)
 
 
 def _load(model: Model, spec: LoadSpec) -> LoadedModel:
     with told(f"our own reader cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
         torch.set_num_threads(spec.threads)
-        placed = _Placed(model, spec.device)
-        name = spec.dtype or "bfloat16"
-        if spec.walk:
-            placed.first_block(DTYPES[name])
-            return WalkedModel(placed.skeleton, placed, name, spec, placed.notes())
-        module = placed.skeleton.model
-        for parameter in placed.parts.names():
-            placed.place(module, "", parameter, DTYPES[name])
-        module.tie_weights()
-        module.to(spec.device)  # its buffers
-        return TorchModel(module, name, placed.notes())
-
-
-class _Placed:
-    """The values of a model, which are put into modules of its skeleton: kernels for codes, dense ones for the rest."""
-
-    def __init__(self, model: Model, device: str) -> None:
-        self.skeleton, self._folder, self._device = open_skeleton(model.config), model.folder, device
-        self._rounded: set[str] = set()
-        self._linears = self.skeleton.linears()
-        self.parts: _SourceParts | _ArtifactParts
+        skeleton = open_skeleton(model.config)
+        values: _Values
         if model.artifact is not None:
-            self.parts = _ArtifactParts(model.artifact, model.format, self.skeleton)
+            values = _ArtifactValues(model.artifact, model.format, skeleton, spec.device)
         elif model.source is not None:
-            leftovers(model.source, self.skeleton)  # refuses blocks beyond those of config.json
-            self.parts = _SourceParts(model.source, self.skeleton)
+            values = _SourceValues(model.source, skeleton, spec.device)
         else:
             raise EngineError("a model that is neither an artifact nor a source cannot be computed")
-        if missing := set(self.skeleton.parameter_names()) - set(self.parts.names()):
+        if missing := set(skeleton.parameter_names()) - set(values.names()):
             raise ArtifactError(f"{model.folder} gives no values for {min(missing)}; convert again")
-        self.stored, self.tensor, self.rows = self.parts.stored, self.parts.tensor, self.parts.rows
-
-    def place(self, module: Any, prefix: str, name: str, dtype: torch.dtype) -> None:
-        """Put the parameter `prefix` + `name` into `module`, where it is called `name`."""
-        value = self.parts.read(prefix + name)
-        if (shape := tuple(module.get_parameter(name).shape)) != tuple(value.shape):
-            raise ArtifactError(
-                f"{self._folder}: {prefix + name} has the shape {tuple(value.shape)}, not {shape}; convert again"
-            )
-        path = name.removesuffix(".weight")
-        bias = getattr(module.get_submodule(path), "bias", None) if path != name else None
-        # A bias may be empty for now; it is set like every other parameter when it comes.
-        on_kernel = prefix + name in self._linears and (self._device, dtype) == ("cpu", torch.bfloat16)
-        if on_kernel and isinstance(value, GroupedWeight) and kernel_takes(value):
-            module.set_submodule(path, Int4Linear(value, bias, dtype))
-        elif isinstance(value, ScaledWeight) and value.inputs is not None:
-            module.set_submodule(path, ScaledLinear(value.to(self._device), bias, dtype))
-            self._rounded.add(f"inputs of quantized layers are rounded as vLLM does: {value.inputs.words}")
-        else:
-            set_parameter(module, name, _dense(value).to(self._device, dtype))
-
-    def first_block(self, dtype: torch.dtype) -> None:
-        """Put each linear layer of the first block into place for once: what is told of it holds for all blocks."""
-        prefix = self.skeleton.block_prefix(0)
-        for name in self.skeleton.linears_of(0):
-            self.place(copy.deepcopy(self.skeleton.blocks[0]), prefix, name.removeprefix(prefix), dtype)
-
-    def notes(self) -> tuple[str, ...]:
-        """What its user should know of it."""
-        return tuple(sorted(self._rounded))
+        dtype = spec.dtype or "bfloat16"
+        if spec.walk:
+            return WalkedModel(values, dtype, spec)
+        module = skeleton.model
+        for parameter in values.names():
+            values.place(module, "", parameter, DTYPES[dtype])
+        module.tie_weights()
+        module.to(spec.device)  # its buffers
+        return TorchModel(module, dtype, values.notes)
 
 
-def _dense(value: Value) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else value.dense()
-
-
-def _holds(holding: Holding, dtype: str | None) -> int:
+def _holds(stats: WeightStats, dtype: str | None) -> int:
     """Codes take a byte a weight, where their layers are not dense, and scales some more."""
     item = DTYPES[dtype or "bfloat16"].itemsize
-    inside = holding.parameters - holding.outside
-    packed = find_format(holding.format).loaded_by(ENGINE.name).stays_packed(holding.bits)
-    each = 1.25 if packed and (item == 2 or holding.bits not in INT4_BITS) else item
-    return int(inside * each) + holding.outside * item
+    inside = stats.parameters - stats.outside
+    packed = find_format(stats.format).loaded_by(ENGINE.name).stays_packed(stats.bits)
+    each = 1.25 if packed and (item == 2 or stats.bits not in INT4_BITS) else item
+    return int(inside * each) + stats.outside * item
 
 
 ENGINE = Engine(
     name="reference",
-    summary="our reader of the artifact's bytes, computed in torch",
     module="torch",
     install="Install it with: pip install quantkit",
     opens="it opens every format",

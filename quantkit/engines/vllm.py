@@ -53,11 +53,11 @@ class VllmModel:
         self._requests = 0
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield the logits of the judged positions in order, (n, V) with at most `PIECE_ROWS` positions each."""
+        """Yield the logits of the scored positions in order, (n, V) with at most `PIECE_ROWS` positions each."""
         for window in windows:
-            yield from self._parts(window.ids.tolist(), window.first, window.first + len(window.targets))
+            yield from self._parts(window.ids.tolist(), window.scored)
 
-    def _parts(self, ids: list[int], first: int, stop: int) -> Iterator[NDArray[np.float32]]:
+    def _parts(self, ids: list[int], scored: slice) -> Iterator[NDArray[np.float32]]:
         import torch
 
         seen: list[torch.Tensor] = []
@@ -74,7 +74,7 @@ class VllmModel:
         if len(seen) != 1 or len(seen[0]) != len(ids):
             raise EngineError(f"vLLM did not read {len(ids)} tokens in one step, but {[len(part) for part in seen]}")
         with torch.inference_mode():
-            for part in seen[0][first:stop].split(PIECE_ROWS):
+            for part in seen[0][scored].split(PIECE_ROWS):
                 logits = self._module.compute_logits(part)  # type: ignore[operator]
                 yield logits.to("cpu", torch.float32).numpy()
 
@@ -141,7 +141,6 @@ def _look(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
 
 ENGINE = Engine(
     name="vllm",
-    summary="vLLM in process, from its own environment with --python",
     module="vllm",
     install="Give the interpreter of an environment that has it with --python (pip install vllm there)",
     opens="it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, compressed-tensors)",

@@ -1,10 +1,10 @@
-"""The baseline: what the source model computes on the judged positions, kept small and used again.
+"""The baseline: what the source model computes at the scored positions, stored and reused.
 
-Kept are the states that go into the source's output layer, (N, D) float16 for the N judged positions, and not its
-logits: these come back through the source's own output layer, in float32. A baseline is found by the source's hashes,
-the tokens, the protocol and the dtype that the source was computed in. It is a file of plain numbers and a JSON file
-beside it that is written last; a lock makes a second process wait instead of doing the same work. A run that was killed
-leaves whole windows behind, and the next one goes on after them.
+Stored are the states that enter the source's output layer, (N, D) float16 for N scored positions. The logits come from
+them through the source's own output layer, in float32. A baseline is found by the source's hashes, the tokens, the
+protocol and the dtype that the source was computed in. It is a file of plain numbers and a JSON file, which is written
+last; a lock makes a second process wait. A run that was killed leaves whole batches, and the next one goes on after
+them. This file also lists and clears the cache of baselines and of interrupted evaluations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -23,12 +24,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.contracts.windows import Cut, batch_edge, batch_end
+from quantkit.contracts.windows import Cut, alike, positions_in
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.evaluation.request import BaselineName
-from quantkit.formats.source import open_source
+from quantkit.evaluation.scores import score
 from quantkit.models.source import Source
-from quantkit.probes._scores import score
 from quantkit.recipe import parse
 from quantkit.report.records import BaselineEntry
 from quantkit.report.statistics import mean_and_error
@@ -47,17 +46,17 @@ ROWS = 256  # positions whose logits are in memory
 
 
 def folder() -> Path:
-    """Where baselines lie, in the user's cache folder."""
+    """Return the folder of baselines, in the user's cache folder."""
     return cache_folder() / "baselines"
 
 
 def resume_folder() -> Path:
-    """Where windows of interrupted evaluations lie."""
+    """Return the folder of the scored positions of interrupted evaluations."""
     return cache_folder() / "evaluations"
 
 
 def key_of(source: Source, cut: Cut, dtype: str) -> str:
-    """The name of a baseline: a hash of all that it depends on."""
+    """Return the name of a baseline: a hash of all that it depends on."""
     parts = {
         "format": FORMAT,
         "source": source.hashes,
@@ -70,37 +69,26 @@ def key_of(source: Source, cut: Cut, dtype: str) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
 class BaselineFiles:
-    """The files of one baseline."""
+    """The files of one baseline: `states` (N, D) float16, little-endian, and `facts`, which are written last.
 
-    key: str
+    `partial` holds the states of finished batches while it is made, `lock` is locked by the process that makes it.
+    """
 
-    @property
-    def states(self) -> Path:
-        """(N, D) float16, little-endian."""
-        return folder() / f"{self.key}.f16"
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.states, self.facts, self.partial, self.lock = (
+            folder() / f"{key}.{suffix}" for suffix in ("f16", "json", "partial", "lock")
+        )
 
-    @property
-    def facts(self) -> Path:
-        """What is known of it; written last."""
-        return folder() / f"{self.key}.json"
-
-    @property
-    def partial(self) -> Path:
-        """The states of the windows that are done, while it is made."""
-        return folder() / f"{self.key}.partial"
-
-    @property
-    def lock(self) -> Path:
-        """Locked by the process that makes it."""
-        return folder() / f"{self.key}.lock"
+    def entry(self) -> BaselineEntry:
+        """Return the facts alone; raises QuantkitError."""
+        return parse(BaselineEntry, read_object(self.facts, EngineError, most=MOST_FACTS), str(self.facts))
 
     def read_facts(self) -> BaselineEntry | None:
-        """The facts of a whole baseline; None where there is none or its bytes are not those that were written."""
+        """Return the facts of a whole baseline; None if there is none, or its bytes are not those that were written."""
         try:
-            values = read_object(self.facts, EngineError, most=MOST_FACTS)
-            facts = parse(BaselineEntry, values, str(self.facts))
+            facts = self.entry()
             whole = self.states.stat().st_size == 2 * facts.positions * facts.width
         except (OSError, QuantkitError):
             return None
@@ -108,7 +96,7 @@ class BaselineFiles:
 
 
 def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str], None]) -> BaselineEntry:
-    """The facts of the baseline in `files`, made by `make` where there is no whole one.
+    """Return the facts of the baseline in `files`, made by `make` if there is no whole one.
 
     Of two processes one makes it and the other waits. Raises what `make` raises.
     """
@@ -133,22 +121,18 @@ def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str]
                 files.facts.unlink(missing_ok=True)
                 files.states.unlink(missing_ok=True)
         make()
-        made = files.read_facts()
-        if made is None:
+        if (facts := files.read_facts()) is None:
             raise EngineError(
                 f"the baseline {files.states} was written and does not read back: is the disk of {folder()} sound? "
                 f"{ANOTHER_PLACE}"
             )
-        return made
+        return facts
     finally:
         lock.release()
 
 
 class SourceHead:
-    """The source's output layer in float32, which comes into memory when it is first asked for, and nothing else.
-
-    `width` is that of its states.
-    """
+    """The source's output layer alone, in float32, loaded at its first use. `width` is that of its states."""
 
     def __init__(self, source: Source) -> None:
         from quantkit.models.skeleton import open_skeleton
@@ -180,10 +164,10 @@ class Baseline:
         self._first, self._block = -1, np.empty((0, 0), np.float32)
 
     def logits(self, start: int, count: int) -> NDArray[np.float32]:
-        """(count, V) float32 of the judged positions from `start` on.
+        """Return (count, V) float32 of the scored positions from `start` on.
 
-        They are computed in blocks of `ROWS` from the text's first position on, wherever somebody begins to read: the
-        last digits of a product depend on how many rows it has.
+        Blocks of `ROWS` begin at the text's first position, whatever is read first: the last digits of a product depend
+        on the number of its rows.
         """
         parts: list[NDArray[np.float32]] = []
         while count:
@@ -198,40 +182,38 @@ class Baseline:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def open_baseline(name: BaselineName) -> Baseline:
-    """A baseline that is there; raises EngineError."""
-    files = BaselineFiles(name.key)
-    facts = files.read_facts()
-    if facts is None:
+def open_baseline(key: str, source: Source) -> Baseline:
+    """Open a baseline of `source` that has been made; raises EngineError."""
+    files = BaselineFiles(key)
+    if (facts := files.read_facts()) is None:
         raise EngineError(f"the baseline {files.states} has changed while it was used. Evaluate again.")
-    source = open_source(name.model, name.revision, name.adapters)
     return Baseline(files, facts, source)
 
 
 def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: Callable[..., None]) -> None:
-    """Compute the states of all judged positions with `loaded`, a model of `source` in torch; in bfloat16 afterwards.
+    """Compute the states of all scored positions with `loaded`, a model of `source` in torch; in bfloat16 afterwards.
 
-    The floors are measured on the first windows of the text.
-    Called with the lock held. Raises EngineError where the states do not fit into float16.
+    The floors are measured on the first windows of the text. Called with the lock held. Raises EngineError if the
+    states do not fit into float16.
     """
-    head = SourceHead(source)
-    ends = np.cumsum([0, *(len(window.targets) for window in cut.windows)])
+    head, batches = SourceHead(source), list(alike(cut.windows))
+    ends = np.cumsum([0, *map(positions_in, batches)])
     row = 2 * head.width
-    done = files.partial.stat().st_size // row if files.partial.exists() else 0
-    first = int(np.searchsorted(ends, done, side="right")) - 1  # whole windows of an interrupted run
-    with files.partial.open("r+b" if done else "w+b") as file:
-        file.truncate(int(ends[first]) * row)
+    stored = files.partial.stat().st_size // row if files.partial.exists() else 0
+    done = int(np.searchsorted(ends, stored, side="right")) - 1  # whole batches of an interrupted run
+    first = sum(map(len, batches[:done]))
+    exact: list[NDArray[np.float32]] = []
+    with files.partial.open("r+b" if stored else "w+b") as file:
+        file.truncate(int(ends[done]) * row)
         file.seek(0, 2)
         advance(first)
-        edge = batch_edge(cut.windows, first)
-        few: list[NDArray[np.float32]] = []
-        for number, states in enumerate(islice(loaded.states(cut.windows[edge:]), first - edge, None), first):
+        for states in _arrays(loaded.states(cut.windows[first:])):
             file.write(_halved(source, states).tobytes())
-            if number < NOISE_WINDOWS and number == len(few):
-                few.append(states.float().numpy().copy())
+            if not first and len(exact) < NOISE_WINDOWS:
+                exact.append(states.copy())
             advance()
+    exact = exact or list(islice(_arrays(loaded.states(cut.windows)), NOISE_WINDOWS))
     dtype = loaded.dtype
-    floors = _floors(head, loaded, cut, few)
     facts = BaselineEntry(
         model=source.name,
         dtype=dtype,
@@ -242,51 +224,88 @@ def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: C
         positions=int(ends[-1]),
         width=head.width,
         sha256=sha256_of(files.partial),
-        **floors,
+        **_floors(head, loaded, cut, exact),
     )
     files.partial.replace(files.states)
     replace_text(files.facts, facts.model_dump_json(indent=2) + "\n")
 
 
-def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
-    """What float16 and bfloat16 cost on the first windows of a text; the model is in bfloat16 afterwards.
+def _arrays(states: Any) -> Iterator[NDArray[np.float32]]:
+    return (each.float().numpy() for each in states)
 
-    `exact`: their (n, D) states; where an interrupted run has made some of them, all are computed again.
+
+def _halved(source: Source, states: NDArray[np.float32]) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        halves = states.astype(np.float16)
+    if not np.isfinite(halves).all():
+        raise EngineError(
+            f"{source.model}: its last hidden states do not fit into float16; evaluate with --no-divergence"
+        )
+    return halves
+
+
+def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
+    """Return what float16 and bfloat16 cost on the first windows, whose (n, D) states are `exact`.
+
+    The model is in bfloat16 afterwards.
     """
-    few = min(NOISE_WINDOWS, len(cut.windows))
-    if len(exact) < few:
-        batches = cut.windows[: batch_end(cut.windows, few - 1)]
-        exact = [states.float().numpy() for states in islice(loaded.states(batches), few)]
     loaded.to("bfloat16")
     rounding: list[NDArray[np.float64]] = []
     noise: list[NDArray[np.float64]] = []
-    for part, coarse in zip(exact, loaded.states(cut.windows[:few]), strict=True):
-        others = (part.astype(np.float16), coarse.float().numpy())
-        for found, divergences in zip((rounding, noise), _divergences(head, part, others), strict=True):
-            found.append(divergences)
+    for part, coarse in zip(exact, _arrays(loaded.states(cut.windows[: len(exact)])), strict=True):
+        halves = part.astype(np.float16)
+        for start in range(0, len(part), ROWS):
+            rows = slice(start, start + ROWS)
+            source = head.logits(part[rows])
+            for divergences, states in ((rounding, halves), (noise, coarse)):
+                logits = head.logits(states[rows])
+                divergences.append(score(logits, np.zeros(len(logits), np.int64), source)["divergence"])
     mean, stderr = mean_and_error(np.concatenate(noise))
     if not math.isfinite(stderr):  # a single position is as uncertain as can be
         stderr = mean
-    # A divergence is never below zero: a mean that is, is one that float32 cannot tell from zero.
+    # A divergence is never below zero: a mean below it is one that float32 cannot tell from zero.
     least = max(0.0, float(np.concatenate(rounding).mean()))
     return {"rounding": least, "noise": mean, "noise_stderr": stderr}
 
 
-def _halved(source: Source, states: Any) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):
-        halves: NDArray[np.float16] = states.float().numpy().astype(np.float16)
-    if not np.isfinite(halves).all():
-        raise EngineError(f"{source.model}: its last hidden states do not fit into float16; judge with --no-divergence")
-    return halves
+@dataclass(frozen=True)
+class CacheEntry:
+    """Something in the cache, and its size in bytes."""
+
+    what: str
+    bytes: int
 
 
-def _divergences(head: SourceHead, exact: NDArray[Any], others: Sequence[NDArray[Any]]) -> list[NDArray[np.float64]]:
-    """The divergence of each row of `others`, all (n, D) states, from the same row of the exact ones."""
-    parts: list[list[NDArray[np.float64]]] = [[] for _ in others]
-    for start in range(0, len(exact), ROWS):
-        rows = slice(start, start + ROWS)
-        theirs = head.logits(exact[rows])
-        for found, other in zip(parts, others, strict=True):
-            ours = head.logits(other[rows])
-            found.append(score(ours, np.zeros(len(ours), np.int64), theirs)["divergence"])
-    return [np.concatenate(found) for found in parts]
+def list_cache() -> list[CacheEntry]:
+    """List baselines, whole or unfinished, and interrupted evaluations."""
+    return [entry for entry, _ in _entries()]
+
+
+def clear_cache() -> list[CacheEntry]:
+    """Remove what no process makes now, and return it."""
+    from filelock import FileLock, Timeout
+
+    removed = []
+    for entry, paths in _entries():
+        try:
+            with FileLock(paths[0].with_suffix(".lock"), timeout=0):
+                for path in paths:
+                    path.unlink(missing_ok=True)
+                removed.append(entry)
+        except Timeout:
+            continue
+    return removed
+
+
+def _entries() -> Iterator[tuple[CacheEntry, list[Path]]]:
+    for key in sorted({path.stem for path in folder().glob("*.*")}):
+        files = BaselineFiles(key)
+        paths = [path for path in (files.states, files.facts, files.partial) if path.is_file()]
+        what = f"unfinished baseline {key}"
+        with suppress(QuantkitError):
+            facts = files.entry()
+            what = f"{facts.model} in {facts.dtype}, {facts.protocol}, {facts.windows} windows of {facts.n_ctx}"
+        if paths:
+            yield CacheEntry(what, sum(path.stat().st_size for path in paths)), paths
+    for path in sorted(path for path in resume_folder().glob("*.positions") if path.is_file()):
+        yield CacheEntry(f"interrupted evaluation {path.stem}", path.stat().st_size), [path]

@@ -1,4 +1,4 @@
-"""evaluate: open and check a model, measure it in child processes, and return a Report."""
+"""evaluate: open and check a model, measure it in child processes, and return a Report; or forecast what that takes."""
 
 from __future__ import annotations
 
@@ -6,125 +6,102 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import Artifact, SourceEntry, package_versions
 from quantkit.calibration.tokens import seen_notes
 from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine, find_probe, probes
-from quantkit.contracts.windows import Cut
+from quantkit.contracts.registry import find_engine
+from quantkit.contracts.windows import Cut, alike, positions_in, tokens_in
 from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
-from quantkit.errors import ArtifactError, QuantkitError, RecipeError
-from quantkit.evaluation.baseline import BaselineFiles, ensure, key_of, resume_folder
-from quantkit.evaluation.engine_choice import ChosenEngine, choose
-from quantkit.evaluation.forecast.memory import FLOAT32, Settled, settle
-from quantkit.evaluation.process import ChildResult, run_child
+from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError
+from quantkit.evaluation.baseline import NOISE_WINDOWS, BaselineFiles, ensure, key_of, resume_folder
+from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, choose, own_device, require
+from quantkit.evaluation.memory import (
+    FLOAT32,
+    MemoryPlan,
+    dims_of,
+    disk_of,
+    plan_memory,
+    source_head_bytes,
+    wave_tokens,
+)
+from quantkit.evaluation.probes import PROBES, find_probe
+from quantkit.evaluation.process import BaselineRef, BaselineRequest, LoadRequest, MeasureRequest, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
-from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
 from quantkit.formats.source import is_artifact, open_model, open_source
 from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
-from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
-from quantkit.report.records import (
-    BaselineEntry,
-    Hardware,
-    Report,
-    TextEntry,
-    this_machine,
-)
+from quantkit.progress import Progress, Step
+from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, Strict, spec_of
+from quantkit.report.records import BaselineEntry, Hardware, Report, TextEntry, this_machine
 from quantkit.system.device import described
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
-BASELINE_ENGINE, QUANTIZED_ENGINE = "transformers", "reference"  # of a source, and of one that is quantized itself
-WALK = WalkSpec()
+LIMITS = MemoryLimits()
+TRIAL_BATCHES = 2  # of windows that go through a walk's first block; one is computed whole
 
 
 def evaluate(
-    artifact: str | Path | Artifact | Source,
+    model: str | Path | ModelRef | Artifact | Source,
     probes: tuple[str, ...] | list[str] = (),
     text: str | None = None,
     *,
-    protocol: str = "llama.cpp",
-    n_ctx: int | None = None,
-    limit: int | None = None,
-    threads: tuple[int, ...] | list[int] = (),
-    engine: str | None = None,
-    dtype: str | None = None,
-    python: str | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    adapters: Sequence[str | Path] = (),
-    source: str | Path | None = None,
-    walk: bool | None = None,
-    offload_gb: float | None = None,
-    max_memory_gb: float | None = None,
+    source: str | Path | ModelRef | None = None,
+    engine: str | EngineSpec | None = None,
+    memory: MemoryLimits | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
-    """Measure an artifact (or a source model) and return its Report.
+    """Measure an artifact or a source model and return its Report.
 
-    `text` is a file, or None for WikiText-2 / the bundled sample; `limit` a number of windows; `threads` the thread
-    counts of the speed probe. The engine is the one that users would run unless `engine` names another; `python` is
-    the interpreter that has it, where that is not this one, and `device` what it computes on (auto, cpu, cuda:1).
-    `source` is the model that an artifact was made from, where the manifest does not say enough to find it: divergences
-    are measured from it, unless `divergence` is False. `adapters` are folders of LoRA adapters that are merged into the
-    model that is judged, or into the one that an artifact was made from.
-    `walk` has the model computed block by block by our own reader, with one decoder block's weights in memory; None
-    does so where the whole model does not fit into `max_memory_gb` (default: what is free), False never. Hidden states
-    of more than `offload_gb` go to a file then.
+    `text` is a file, or None for WikiText-2 / the bundled sample; `settings` are the other fields of EvaluationSpec.
+    `source` is the model that an artifact was made from, if the manifest does not say enough to find it: divergences
+    are measured from it. Adapters of a ModelRef are merged into the model, or into the source of an artifact.
+    `engine` is a name or an EngineSpec; default: the engine that users of the format run. `memory` limits what is in
+    memory at a time.
     Raises a QuantkitError; an engine that crashes ends as EngineError.
     """
-    values = {
-        "text": text,
-        "protocol": protocol,
-        "n_ctx": n_ctx,
-        "limit": limit,
-        "threads": tuple(threads),
-        "probes": tuple(probes),
-        **settings,
-    }
-    spec = parse(EvaluationSpec, values, "evaluation")
-    model, exact = open_judged(artifact, revision, source, adapters)
+    spec = spec_of(EvaluationSpec, settings, "evaluation", text=text, probes=tuple(probes))
+    opened, exact = open_with_source(model, source)
     loaded = load_text(spec.text, "evaluation")
-    by = parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
-    limits = {"walk": walk, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
-    memory = parse(WalkSpec, limits, "evaluation")
-    judgement, progress = prepare(model, spec, loaded, choose(model, by), exact, memory), progress or Progress()
-    progress.say(f"device: {described(judgement.engine.device)}")
-    return measure(judgement, progress)
+    evaluation = prepare(opened, spec, loaded, choose(opened, engine), exact, memory or LIMITS)
+    progress = progress or Progress()
+    progress.say(f"device: {described(evaluation.engine.device)}")
+    return measure(evaluation, progress)
 
 
-def open_judged(
-    artifact: str | Path | Artifact | Source,
-    revision: str | None = None,
-    source: str | Path | None = None,
-    adapters: Sequence[str | Path] = (),
+def open_with_source(
+    model: str | Path | ModelRef | Artifact | Source, source: str | Path | ModelRef | None = None
 ) -> tuple[Model, Source | None]:
-    """What is judged, and the model that it was made from where that is told; adapters go into a source model.
+    """Open the model to evaluate and, if known, its unquantized source.
 
-    Raises RecipeError for adapters of an artifact whose source the manifest does not say enough to find.
+    Adapters of an artifact belong to its source. Raises RecipeError if the manifest does not say enough to find that.
     """
-    made = is_artifact(artifact)
-    model = open_model(artifact, revision, () if made else adapters)
+    adapters = model.adapters if isinstance(model, ModelRef) else ()
+    made = is_artifact(model)
+    if isinstance(model, ModelRef) and made:
+        model = model.model_copy(update={"adapters": ()})
+    opened = open_model(model)
+    if isinstance(source, ModelRef):
+        return opened, open_source(source.model, source.revision, source.adapters or adapters)
     if source is not None:
-        return model, open_source(str(source), None, adapters)
-    if not made or not adapters:
-        return model, None
-    assert model.artifact is not None
-    entry = model.artifact.manifest.source
+        return opened, open_source(source, None, adapters)
+    if opened.artifact is None or not adapters:
+        return opened, None
+    entry = opened.artifact.manifest.source
     if not _can_be_found(entry):
         raise RecipeError(
             f"--adapter needs the model that it belongs to: give its folder ({entry.model}) with --source"
         )
-    return model, open_source(entry.model, entry.revision, adapters)
+    return opened, open_source(entry.model, entry.revision, adapters)
 
 
 def _can_be_found(entry: SourceEntry) -> bool:
@@ -142,55 +119,52 @@ def resolve(spec: EvaluationSpec) -> EvaluationSpec:
         raise RecipeError(f"threads {counts}: this machine has {cores} usable cores. Give counts from 1 to {cores}.")
     return spec.model_copy(
         update={
-            "probes": tuple(n for n, probe in probes().items() if n in names or (not names and probe.usual)),
+            "probes": tuple(n for n, probe in PROBES.items() if n in names or (not names and probe.usual)),
             "threads": tuple(sorted(set(spec.threads) or {1, cores})),
         }
     )
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What is judged, on what, with what: everything that decides the figures, before anything is computed.
+class Evaluation:
+    """What is measured on what by what: everything that decides the figures, before anything is computed.
 
-    `exact` is what divergences are measured from, None where they are not; `settled` says how much of it and of the
-    model is in memory at a time.
+    `source` is what divergences are measured from, None if they are not. `plan` says how much of the model is in memory
+    at a time, `baseline_plan` the same of the source, None if its baseline is there or not needed.
     """
 
     model: Model
     spec: EvaluationSpec
     text: Text
     engine: ChosenEngine
-    judged: Cut
-    exact: Source | None
-    settled: Settled
+    cut: Cut
+    source: Source | None
+    plan: MemoryPlan
+    baseline_plan: MemoryPlan | None
     notes: tuple[str, ...]
 
     @property
-    def baseline(self) -> BaselineName | None:
+    def baseline(self) -> BaselineRef | None:
         """The baseline of the source, whether or not it is there."""
-        if self.exact is None:
+        if self.source is None:
             return None
-        key = key_of(self.exact, self.judged, FLOAT32)
-        return BaselineName(
-            model=self.exact.model, revision=self.exact.revision, key=key,
-            adapters=tuple(str(adapter.folder) for adapter in self.exact.adapters),
-        )  # fmt: skip
+        return BaselineRef(source=Model(None, self.source).ref, key=key_of(self.source, self.cut, FLOAT32))
 
-    def kept_baseline(self) -> BaselineEntry | None:
-        """What is known of the baseline that is there."""
+    def stored_baseline(self) -> BaselineEntry | None:
+        """The facts of the baseline, if it is there."""
         return None if self.baseline is None else BaselineFiles(self.baseline.key).read_facts()
 
     def decides(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> dict[str, Any]:
-        """All that the figures depend on, with the `baseline` that is used, as JSON values.
+        """Return all that the figures depend on, with the `baseline` that is used, as JSON values.
 
-        They are measured on this machine, where no other `hardware` is given.
+        They are measured on this machine if no other `hardware` is given.
         """
         engine = self.engine
         return {
             "model": self.model.entry().model_dump(mode="json"),
             "ends": sorted(self.model.end_tokens),
             "text": [self.text.name, self.text.sha256, self.text.bundled],
-            "windows": self.judged.about.model_dump(mode="json"),
+            "windows": self.cut.about.model_dump(mode="json"),
             "settings": self.spec.model_dump(mode="json"),
             "engine": [engine.name, engine.version, engine.dtype, engine.device, engine.walk],
             "variables": engine.variables,
@@ -202,7 +176,7 @@ class Judgement:
         }
 
     def fingerprint(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> str:
-        """A hash of all that the figures depend on, by default on this machine."""
+        """Return a hash of all that the figures depend on, by default on this machine."""
         decides = json.dumps(self.decides(baseline, hardware), sort_keys=True)
         return hashlib.sha256(decides.encode()).hexdigest()
 
@@ -213,136 +187,140 @@ def prepare(
     text: Text,
     engine: ChosenEngine,
     source: Source | None = None,
-    memory: WalkSpec = WALK,
-) -> Judgement:
-    """Check and settle everything that can be settled before anything is computed; see `evaluate_model`."""
+    memory: MemoryLimits = LIMITS,
+) -> Evaluation:
+    """Check and decide everything that can be decided before anything is computed; see `evaluate`.
+
+    `source` is the artifact's, if it is at hand.
+    """
     named, spec = spec.probes, resolve(spec)
     if model.artifact is not None:
         refuse_untrue(model.artifact)
-    judged = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
-    longer = note_beyond_context(model.config, judged.about.n_ctx, "windows")
+    windows = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
+    longer = note_beyond_context(model.config, windows.about.n_ctx, "windows")
     notes: tuple[str, ...] = () if longer is None else (longer,)
     if model.artifact is not None and "perplexity" in spec.probes:
-        notes += seen_notes(model.artifact.manifest.calibration, text, judged.windows, model.tokenizer())
-    exact: Source | None = None
-    if spec.divergence and "perplexity" in spec.probes:
-        exact, why_not = _exact_source(model, source)
-        notes += why_not
-
-    def kept() -> bool:
-        return exact is not None and BaselineFiles(key_of(exact, judged, FLOAT32)).read_facts() is not None
-
-    computing = BASELINE_ENGINE if exact is not None and exact.format == "float" else QUANTIZED_ENGINE
-    settled = settle(model, engine, memory, judged.windows, exact, kept, computing)
-    if settled.engine.walk:
+        notes += seen_notes(model.artifact.manifest.calibration, text, windows.windows, model.tokenizer())
+    exact = _exact_source(model, source) if spec.divergence and "perplexity" in spec.probes else None
+    if isinstance(exact, str):
+        notes, exact = (*notes, f"no divergence from the source: {exact}"), None
+    head = 0 if exact is None else source_head_bytes(exact)
+    plan, baseline_plan = plan_memory(model, engine, memory, windows.windows, head), None
+    if exact is not None and BaselineFiles(key_of(exact, windows, FLOAT32)).read_facts() is None:
+        name = "transformers" if exact.format == "float" else REFERENCE
+        device, version = own_device(engine.asked_device), require(find_engine(name))
+        by = ChosenEngine(name, version, FLOAT32, sys.executable, device, engine.asked_device)
+        what = "the source, for divergences,"
+        baseline_plan = plan_memory(Model(None, exact), by, memory, windows.windows, head, what)
+    if plan.engine.walk:
         spec, without = _without_generation(spec, named)
         notes += without
-    return Judgement(model, spec, text, settled.engine, judged, exact, settled, notes + settled.notes)
+    notes += plan.notes + (() if baseline_plan is None else baseline_plan.notes)
+    return Evaluation(model, spec, text, plan.engine, windows, exact, plan, baseline_plan, notes)
 
 
 def _without_generation(spec: EvaluationSpec, named: tuple[str, ...]) -> tuple[EvaluationSpec, tuple[str, ...]]:
-    """The settings without probes that need tokens one by one; raises RecipeError where one of those was `named`."""
-    out = tuple(name for name in spec.probes if find_probe(name).generates)
+    """Leave out the probes that need tokens one by one, with a note; raises RecipeError if one of them was `named`."""
+    out = [name for name in spec.probes if find_probe(name).generates]
     if asked := [name for name in out if name in named]:
         raise RecipeError(
             f"the probe {asked[0]} generates tokens, and the model would be computed block by block: it does not fit "
             "into memory whole, or --walk asks for it. Leave the probe out, or try it whole with --no-walk."
         )
-    rest = tuple(name for name in spec.probes if name not in out)
     note = (f"left out, since a walk generates no tokens: {', '.join(out)}",) if out else ()
-    return spec.model_copy(update={"probes": rest}), note
+    return spec.model_copy(update={"probes": tuple(name for name in spec.probes if name not in out)}), note
 
 
-def evaluate_model(
-    model: Model,
-    spec: EvaluationSpec,
-    text: Text,
-    engine: ChosenEngine,
-    progress: Progress,
-    source: Source | None = None,
-    save: Path | None = None,
-    memory: WalkSpec = WALK,
-) -> Report:
-    """Measure an opened model on a loaded text; see `evaluate`.
-
-    `source` is the artifact's, where it is at hand. All judged positions (`_scores.RECORD`) go to the file `save`.
-    """
-    return measure(prepare(model, spec, text, engine, source, memory), progress, save)
-
-
-def measure(judgement: Judgement, progress: Progress, save: Path | None = None) -> Report:
-    """Measure what was prepared; see `evaluate_model`."""
-    model, spec, text, engine = judgement.model, judgement.spec, judgement.text, judgement.engine
-    judged, baseline = judgement.judged, judgement.baseline
-    entry = None
-    results: list[ChildResult] = []
+def measure(evaluation: Evaluation, progress: Progress, save: Path | None = None) -> Report:
+    """Measure what was prepared. All scored positions (`scores.RECORD`) go to the file `save`."""
     with temporary_folder() as temp:
-        windows = WindowsFile(path=str(temp / "cut.npz"), about=judged.about)
-        judged.save(Path(windows.path))
-        if baseline is not None and judgement.exact is not None:
-            request = _baseline_request(judgement, baseline, windows)
-            entry = ensure(BaselineFiles(baseline.key), partial(run_child, request, temp, progress, True), progress.say)
-        fingerprint = judgement.fingerprint(entry)
-        load = engine.load_request(model, max(spec.threads))
-        measuring = MeasureRequest(load=load, windows=windows, spec=spec, baseline=baseline)
-        resume = resume_folder() / f"{fingerprint[:32]}.positions"
-        paths = {"resume": str(resume), "save": None if save is None else str(save)}
-        # The first number of threads is that of all figures; the others are for what depends on it.
-        _, *others = sorted(spec.threads, reverse=True)
-        one = find_engine(engine.name)
-        further = () if one.set_threads is None else tuple(others)
-        together = measuring.model_copy(update={"further_threads": further, **paths})
-        # What needs the source's output layer goes into a process of its own where the engine does not need torch.
-        splits = one.process == "both" and engine.python == sys.executable and baseline is not None
-        apart = tuple(name for name in spec.probes if splits and find_probe(name).needs_source)
-        rest = tuple(name for name in spec.probes if name not in apart)
-        forked = one.process == "forked"
-        for names, way in ((rest, forked), (apart, True)):
-            if names:
-                results.append(run_child(together.model_copy(update={"probes": names}), temp, progress, way))
-        names = tuple(name for name in spec.probes if find_probe(name).per_threads)
-        for count in others if names and not further else ():
-            changes = {"load": load.model_copy(update={"threads": count}), "probes": names}
-            results.append(run_child(measuring.model_copy(update=changes), temp, progress, forked))
+        windows = temp / "cut.npz"
+        evaluation.cut.save(windows)
+        entry = _make_baseline(evaluation, windows, progress)
+        fingerprint = evaluation.fingerprint(entry)
+        requests = _requests(evaluation, windows, fingerprint, save)
+        results = [run_child(request, temp, progress, forked) for request, forked in requests]
+    text = evaluation.text
     return Report(
-        model=model.entry(),
+        model=evaluation.model.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
-        windows=judged.about,
-        engine=engine.entry(results[0].loaded),
+        windows=evaluation.cut.about,
+        engine=evaluation.engine.entry(results[0].loaded),
         hardware=this_machine(),
-        settings=spec,
+        settings=evaluation.spec,
         measurements=tuple(measurement for result in results for measurement in result.measurements),
         baseline=entry,
-        notes=judgement.notes,
+        notes=evaluation.notes,
         fingerprint=fingerprint,
     )
 
 
-def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, tuple[str, ...]]:
-    """What divergences are measured from: the model itself, the `source` at hand, or the one that the manifest names.
+def _make_baseline(evaluation: Evaluation, windows: Path, progress: Progress) -> BaselineEntry | None:
+    """The facts of the source's baseline, which is computed in float32 if it is not there."""
+    ref, plan = evaluation.baseline, evaluation.baseline_plan
+    if ref is None:
+        return None
 
-    Where that cannot be found or is not the same, a note says so. Raises ArtifactError for another `source` than the
-    artifact was made from, RecipeError for one besides a model that is none.
+    def make() -> None:
+        if plan is None:
+            raise EngineError("the baseline of the source was removed while it was used. Evaluate again.")
+        load = LoadRequest(model=ref.source, engine=plan.engine, threads=max(evaluation.spec.threads))
+        run_child(BaselineRequest(load=load, windows=str(windows), key=ref.key), windows.parent, progress, True)
+
+    return ensure(BaselineFiles(ref.key), make, progress.say)
+
+
+def _requests(
+    evaluation: Evaluation, windows: Path, fingerprint: str, save: Path | None
+) -> Iterator[tuple[MeasureRequest, bool]]:
+    """What child processes are asked, one after the other, and whether each is forked."""
+    spec, engine, baseline = evaluation.spec, evaluation.engine, evaluation.baseline
+    found = find_engine(engine.name)
+    # The first number of threads is that of all figures; the others are for what depends on it.
+    most, *others = sorted(spec.threads, reverse=True)
+    load = LoadRequest(model=evaluation.model.ref, engine=engine, threads=most)
+    first = MeasureRequest(
+        load=load, windows=str(windows), spec=spec, baseline=baseline,
+        further_threads=() if found.set_threads is None else tuple(others),
+        resume=str(resume_folder() / f"{fingerprint[:32]}.positions"), save=None if save is None else str(save),
+    )  # fmt: skip
+    # What needs the source's output layer goes into a process of its own if the engine does not need torch.
+    splits = found.process == "both" and engine.python == sys.executable and baseline is not None
+    apart = tuple(name for name in spec.probes if splits and find_probe(name).needs_source)
+    together = tuple(name for name in spec.probes if name not in apart)
+    forked = found.process == "forked"
+    for names, way in ((together, forked), (apart, True)):
+        if names:
+            yield first.model_copy(update={"probes": names}), way
+    names = tuple(name for name in spec.probes if find_probe(name).per_threads)
+    for count in others if names and found.set_threads is None else ():
+        update = {"load": load.model_copy(update={"threads": count}), "probes": names}
+        yield first.model_copy(update=update), forked
+
+
+def _exact_source(model: Model, source: Source | None) -> Source | str | None:
+    """Return what divergences are measured from: the model itself, the `source` at hand, or the manifest's source.
+
+    If there is none, return the reason. Raises ArtifactError for another `source` than the artifact was made from,
+    RecipeError for one besides a model that is a source itself.
     """
     if source is not None:
         _refuse_other_source(model, source)
-        return source, ()
+        return source
     if model.artifact is None:
-        return model.source, ()
+        return model.source
     entry = model.artifact.manifest.source
     flags = "".join(f" --adapter {shlex.quote(adapter.name)}" for adapter in entry.adapters)
     if not _can_be_found(entry):
         also = f" and its adapters ({flags.strip()})" if flags else ""
-        return None, (f"no divergence from the source: give its folder ({entry.model}) with --source{also}",)
+        return f"give its folder ({entry.model}) with --source{also}"
     if flags:
-        return None, (f"no divergence from the source: give the folders of its adapters with{flags}",)
+        return f"give the folders of its adapters with{flags}"
     try:
         exact = open_source(entry.model, entry.revision)
     except QuantkitError as error:
-        return None, (f"no divergence from the source: {error}",)
-    if exact.hashes != entry.hashes:
-        return None, (f"no divergence from the source: {entry.model} is not the checkpoint that it was made from",)
-    return exact, ()
+        return str(error)
+    return exact if exact.hashes == entry.hashes else f"{entry.model} is not the checkpoint that it was made from"
 
 
 def _refuse_other_source(model: Model, source: Source) -> None:
@@ -368,12 +346,109 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             )
 
 
-def _baseline_request(judgement: Judgement, name: BaselineName, windows: WindowsFile) -> BaselineRequest:
-    """To make the source's baseline, in float32."""
-    settled, threads = judgement.settled, max(judgement.spec.threads)
-    need = settled.baseline
-    load = LoadRequest(
-        model=name.model, revision=name.revision, adapters=name.adapters, engine=need.engine, threads=threads,
-        dtype=FLOAT32, device=need.device, walk=need.walk, offload_bytes=settled.offload_bytes,
+class Part(Strict):
+    """A model that is computed: the bytes of memory that it needs, and about how many seconds."""
+
+    what: str
+    engine: str
+    walk: bool
+    memory_bytes: int | None
+    phases_bytes: dict[str, int]
+    seconds: float
+
+
+class EvaluationForecast(Strict):
+    """The parts of an evaluation in their order, the bytes of disk that it takes, its seconds, and notes."""
+
+    parts: tuple[Part, ...]
+    disk_bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def forecast(
+    model: str | Path | ModelRef | Artifact | Source,
+    text: str | None = None,
+    *,
+    source: str | Path | ModelRef | None = None,
+    engine: str | EngineSpec | None = None,
+    memory: MemoryLimits | None = None,
+    **settings: Any,
+) -> EvaluationForecast:
+    """Forecast what `evaluate` would take for the probe perplexity; nothing that is written stays.
+
+    The first windows, or of a walk their first decoder block, are computed for real. A note names the other probes that
+    are asked for. Raises what `evaluate` raises before it computes anything.
+    """
+    asked = resolve(spec_of(EvaluationSpec, settings, "evaluation", text=text))
+    if "perplexity" not in asked.probes:
+        raise RecipeError(
+            f"a forecast is of the probe perplexity, and {', '.join(asked.probes)} was asked for. Add it to the probes"
+        )
+    spec = asked.model_copy(update={"probes": ("perplexity",)})
+    opened, exact = open_with_source(model, source)
+    loaded = load_text(spec.text, "evaluation")
+    evaluation = prepare(opened, spec, loaded, choose(opened, engine), exact, memory or LIMITS)
+    plan, baseline, windows = evaluation.plan, evaluation.baseline_plan, evaluation.cut.windows
+    divergence = evaluation.source is not None
+    parts = [_part(opened.label, plan, _seconds(evaluation, opened, plan, 2 if divergence else 1))]
+    if baseline is not None and evaluation.source is not None:
+        more = 1 + min(NOISE_WINDOWS, len(windows)) / len(windows)  # which are computed in bfloat16, too
+        seconds = _seconds(evaluation, Model(None, evaluation.source), baseline, 1) * more
+        parts.insert(0, _part("the source in float32", baseline, seconds))
+    disk = disk_of(windows, [plan, baseline or plan], dims_of(opened.config), divergence)
+    others = [name for name in asked.probes if name not in ("perplexity", "size")]
+    if plan.engine.walk:
+        others = [name for name in others if not find_probe(name).generates]
+    note = (f"the time is that of perplexity; it is more by that of {', '.join(others)}",) if others else ()
+    return EvaluationForecast(
+        parts=tuple(parts), disk_bytes=disk, seconds=sum(part.seconds for part in parts), notes=evaluation.notes + note
+    )
+
+
+def _part(what: str, plan: MemoryPlan, seconds: float) -> Part:
+    need = plan.need
+    return Part(
+        what=what, engine=need.engine, walk=need.walk, memory_bytes=need.memory, phases_bytes=dict(need.phases),
+        seconds=seconds,
     )  # fmt: skip
-    return BaselineRequest(load=load, windows=windows, key=name.key)
+
+
+class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
+    """Ends the trial: a block is done."""
+
+
+def _seconds(evaluation: Evaluation, model: Model, plan: MemoryPlan, heads: int) -> float:
+    """About how long `model` takes: to load it and compute all windows, with `heads` output layers for their states."""
+    cut, walk = evaluation.cut, plan.engine.walk
+    batches = list(alike(cut.windows))[: TRIAL_BATCHES if walk else 1]
+    first = tuple(window for batch in batches for window in batch)
+    beats: list[tuple[float, float]] = []
+
+    def listen(step: Step) -> None:
+        if step.work:
+            beats.append((step.done, time.monotonic()))
+            if step.done >= len(batches):
+                raise _StopTrial
+
+    begin = time.monotonic()
+    with temporary_folder() as temp:
+        file = temp / "cut.npz"
+        Cut(first, cut.about.model_copy(update={"windows": len(first)}), cut.sizes).save(file)
+        load = LoadRequest(model=model.ref, engine=plan.engine, threads=max(evaluation.spec.threads))
+        request = MeasureRequest(load=load, windows=str(file), spec=evaluation.spec, probes=("perplexity",))
+        try:
+            result = run_child(request, temp, Progress(listen))
+        except _StopTrial:
+            pass
+        else:
+            rate = float(result.measurements[0].details["tokens_per_second"])
+            return time.monotonic() - begin + (tokens_in(cut.windows) - tokens_in(first)) / rate
+    # A walk: the times at which it began and had done each batch of its first block.
+    times, tokens = [at for _, at in beats], tokens_in(cut.windows)
+    computing = (times[-1] - times[-2]) / tokens_in(batches[-1])  # of a token in one block
+    loading = max(0.0, times[-1] - times[0] - computing * tokens_in(first))
+    dims, waves = dims_of(model.config), -(-tokens // wave_tokens(cut.windows))
+    block = max(1, model.parameters - dims.head) / dims.blocks
+    walking = dims.blocks * (waves * loading + tokens * computing)
+    return times[0] - begin + walking + heads * positions_in(cut.windows) * computing * dims.head / block

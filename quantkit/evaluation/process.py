@@ -1,4 +1,4 @@
-"""The parent's side of a child process that loads and measures; the child's side is worker.py."""
+"""Child processes that load one model and measure it: what they are asked, and the parent's side; see worker.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from quantkit import errors
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.evaluation.request import LoadRequest, Request
+from quantkit.evaluation.engine_choice import ChosenEngine
 from quantkit.progress import Progress, Step
+from quantkit.recipe import MOST_TOKENS, EvaluationSpec, Frozen, ModelRef, Strict, Words
 from quantkit.report.records import Measurement
 from quantkit.system import forking
 from quantkit.system.interpreter import lent_code
@@ -25,47 +28,138 @@ from quantkit.untrusted import shown, told
 
 # What OpenMP, OpenBLAS and MKL start with; the user's own would hold for one of them otherwise.
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
 WORKER = "quantkit.evaluation.worker"
+
+
+class TaskSpec(Strict):
+    """Which tasks are run, and how; `include` is a folder with further tasks, whose code the harness runs."""
+
+    tasks: tuple[Words, ...] = Field(max_length=1000)
+    include: Words | None = None
+    num_fewshot: int | None = Field(None, ge=0, le=10_000)
+    limit: int | None = Field(None, ge=1, le=1 << 31)
+    chat_template: bool = False
+    n_ctx: int | None = Field(None, ge=1, le=MOST_TOKENS)
+
+
+class LoadRequest(Strict):
+    """Load a model in an engine, with a number of threads."""
+
+    model: ModelRef
+    engine: ChosenEngine
+    threads: int
+
+
+class BaselineRef(Strict):
+    """A source, and the key of its baseline."""
+
+    source: ModelRef
+    key: str
+
+
+class MeasureRequest(Frozen):
+    """Run `probes` on the windows in a file, and those of speed again with each of `further_threads`.
+
+    The positions of finished batches go to the file `resume`, in the end all positions to the file `save`.
+    """
+
+    kind: Literal["measure"] = "measure"
+    load: LoadRequest
+    windows: str
+    spec: EvaluationSpec
+    probes: tuple[str, ...] = ()
+    further_threads: tuple[int, ...] = ()
+    baseline: BaselineRef | None = None
+    resume: str | None = None
+    save: str | None = None
+
+
+class BaselineRequest(Frozen):
+    """Make the baseline `key` of the model, which is a source, on the windows in a file."""
+
+    kind: Literal["baseline"] = "baseline"
+    load: LoadRequest
+    windows: str
+    key: str
+
+
+class TasksRequest(Frozen):
+    """Run tasks."""
+
+    kind: Literal["tasks"] = "tasks"
+    load: LoadRequest
+    tasks: TaskSpec
+
+
+Request = MeasureRequest | BaselineRequest | TasksRequest
+
+
+def read_request(text: str) -> Request:
+    """Read a request's JSON; raises EngineError."""
+    adapter: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise EngineError(f"the request of an evaluation cannot be read: {place}: {first['msg']}") from None
 
 
 @dataclass
 class ChildResult:
-    """What a child says: of the model that it loaded (dtype, device, notes), its measurements, or results of tasks."""
+    """What a child reports: of the loaded model (dtype, device, notes), its measurements, or results of tasks."""
 
     loaded: dict[str, Any] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
     tasks: dict[str, Any] = field(default_factory=dict)
 
+    def take(self, kind: str, content: Any) -> None:
+        """Add what an event reports, or raise the error that it reports."""
+        if kind == "measurement":
+            self.measurements.append(Measurement.model_validate(content))
+        elif kind == "error":
+            known = getattr(errors, content["type"], None)
+            kind_of_error = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
+            raise kind_of_error(str(content["message"]))
+        elif kind in ("loaded", "tasks") and isinstance(content, dict):
+            setattr(self, kind, content)
+        else:
+            raise ValueError(f"an event of the kind {shown(kind)}")
+
 
 def run_child(request: Request, temp: Path, progress: Progress, forked: bool = False) -> ChildResult:
     """Run one child with its files in `temp`; `forked` from a process that has imported transformers, if it can be.
 
-    Raises the QuantkitError that the child reports, and EngineError where it ends without a word.
+    Raises the QuantkitError that the child reports, and EngineError if it ends without one.
     """
     path, load = temp / "request.json", request.load
+    engine, model = load.engine, load.model.model
     path.write_text(request.model_dump_json(), encoding="utf-8")
     read_end, write_end = os.pipe()
     env = _variables(load.threads)
-    if load.python != sys.executable:
+    own = engine.python == sys.executable
+    if not own:
         env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
     result = ChildResult()
     steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
-        forked = forked and load.device == "cpu" and load.python == sys.executable
+        forked = forked and engine.device == "cpu" and own
         child = (forked and forking.fork(WORKER, [str(path)], write_end, log.fileno(), env)) or start(
-            load.python, path, write_end, log, env
+            engine.python, path, write_end, log, env
         )
         os.close(write_end)
         try:
             with os.fdopen(read_end, encoding="utf-8") as events:
                 for line in events:
-                    with told(f"the engine {load.engine} told something unusable of {load.model}", EngineError):
+                    with told(f"the engine {engine.name} told something unusable of {model}", EngineError):
                         [(kind, content)] = json.loads(line).items()
                         if kind != "step":
-                            _take(result, kind, content)
+                            result.take(kind, content)
                             continue
-                        step = _updated(content, steps)
+                        step = steps.setdefault(content["title"], Step(content["title"], content["total"]))
+                        vars(step).update(
+                            {name: content[name] for name in ("done", "remark", "ended", "work")}
+                        )  # fmt: skip
                     progress.forward(step)
             code = child.wait()
         finally:
@@ -76,14 +170,17 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
                 child.kill()
                 child.wait()
         if code != 0:
-            raise EngineError(_crash(load, code, temp / "engine.log"))
+            lines = (temp / "engine.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            last = next((f": {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
+            raise EngineError(f"the engine {engine.name} {how} while evaluating {model}{last}")
         if not result.loaded:
-            raise EngineError(f"the engine {load.engine} ended without a word while judging {load.model}")
+            raise EngineError(f"the engine {engine.name} ended without a word while evaluating {model}")
     return result
 
 
 def prepare() -> None:
-    """Import what judging processes need while other things are done."""
+    """Import what child processes need while other things are done."""
     forking.start(_variables(1))
 
 
@@ -103,30 +200,3 @@ def start(
         pass_fds=(write_end,),
         env=variables,
     )
-
-
-def _take(result: ChildResult, kind: str, content: Any) -> None:
-    """Put an event of the child into `result`, or raise the error that it tells."""
-    if kind == "measurement":
-        result.measurements.append(Measurement.model_validate(content))
-    elif kind == "error":
-        known = getattr(errors, content["type"], None)
-        kind_of_error = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
-        raise kind_of_error(str(content["message"]))
-    elif kind in ("loaded", "tasks") and isinstance(content, dict):
-        setattr(result, kind, content)
-    else:
-        raise ValueError(f"an event of the kind {shown(kind)}")
-
-
-def _updated(values: dict[str, Any], steps: dict[str, Step]) -> Step:
-    step = steps.setdefault(values["title"], Step(values["title"], values["total"], work=values["work"]))
-    step.done, step.remark, step.ended = values["done"], values["remark"], values["ended"]
-    return step
-
-
-def _crash(load: LoadRequest, code: int, log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    last = f": {lines[-1].strip()[:300]}" if lines else ""
-    return f"the engine {load.engine} {how} while judging {load.model}{last}"

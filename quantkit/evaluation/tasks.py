@@ -1,31 +1,43 @@
-"""Task accuracy: lm-evaluation-harness runs its tasks on any model that an engine opens; see harness.py."""
+"""Task accuracy: lm-evaluation-harness runs its tasks on any model that an engine opens.
+
+https://github.com/EleutherAI/lm-evaluation-harness. In the child process the model is handed to the harness as one of
+its own kind, so each of its tasks works: continuations are scored (loglikelihood), texts (loglikelihood_rolling), and
+answers generated greedily (generate_until). Tokens and windows are those of the harness's transformers model. Sampling
+is not supported, since engines here generate greedily.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from quantkit.artifact import Artifact
-from quantkit.conversion.agreement import refuse_untrue
-from quantkit.errors import RecipeError, missing_package
+from quantkit.contracts.engine import LoadedModel
+from quantkit.contracts.model import Model
+from quantkit.contracts.windows import Window
+from quantkit.data.texts import first_token
+from quantkit.errors import RecipeError, UnsupportedError, missing_package
 from quantkit.evaluation.engine_choice import choose
-from quantkit.evaluation.process import run_child
-from quantkit.evaluation.request import TaskSpec, TasksRequest
+from quantkit.evaluation.process import LoadRequest, TaskSpec, TasksRequest, run_child
+from quantkit.evaluation.scores import score
 from quantkit.formats.source import open_model
-from quantkit.models.config import note_beyond_context
+from quantkit.models.config import context_of, note_beyond_context
 from quantkit.models.source import Source
 from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, Strict, parse
+from quantkit.recipe import EngineSpec, ModelRef, Strict, spec_of
 from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine
 from quantkit.system.device import described
 from quantkit.system.interpreter import look
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import path_of
+from quantkit.untrusted import path_of, told
 
 MOST_FILES = 50_000  # below the folder of further tasks; lm-eval brings some 15,000
+MAX_NEW_TOKENS = 256  # of an answer, if a task names no number
 
 
 class TaskReport(Strict):
@@ -42,71 +54,202 @@ class TaskReport(Strict):
     lm_eval: str
 
 
-def _files_below(folder: str) -> Iterator[int]:
-    """How many files were seen so far, folder by folder; what cannot be read counts as empty."""
-    return accumulate(len(files) for _, _, files in os.walk(folder))
-
-
 def evaluate_tasks(
-    artifact: str | Path | Artifact | Source,
+    model: str | Path | ModelRef | Artifact | Source,
     tasks: tuple[str, ...] | list[str],
     *,
-    include: str | Path | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    chat_template: bool = False,
-    n_ctx: int | None = None,
-    engine: str | None = None,
-    dtype: str | None = None,
-    python: str | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    adapters: Sequence[str | Path] = (),
+    engine: str | EngineSpec | None = None,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> TaskReport:
     """Run tasks of lm-evaluation-harness on an artifact or a source model, in a process of its own.
 
-    `include` is a folder with task definitions besides the harness's own; functions that they name are run.
-    `limit` is a number of samples of each task, `n_ctx` the longest text in tokens (default: the model's context).
-    `adapters` are folders of LoRA adapters that are merged into a source model. Raises a QuantkitError.
+    `settings` are fields of TaskSpec: `include` is a folder with task definitions besides the harness's own, whose
+    functions are run; `limit` is a number of samples of each task, `n_ctx` the longest text in tokens (default: the
+    model's context); `num_fewshot`, `chat_template`. Raises a QuantkitError.
     """
-    values = {
-        "tasks": tuple(tasks),
-        "include": None if include is None else str(path_of(include, RecipeError).absolute()),
-        "num_fewshot": num_fewshot,
-        "limit": limit,
-        "chat_template": chat_template,
-        "n_ctx": n_ctx,
-    }
-    spec = parse(TaskSpec, values, "tasks")
+    if (include := settings.get("include")) is not None:
+        settings["include"] = str(path_of(include, RecipeError).absolute())
+    spec = spec_of(TaskSpec, settings, "tasks", tasks=tuple(tasks))
     if not spec.tasks:
         raise RecipeError("no task is asked for. Give some with --tasks, such as wikitext.")
-    if spec.include is not None and not Path(spec.include).is_dir():
-        raise RecipeError(f"the folder {include} of further tasks does not exist")
-    if spec.include is not None and any(total > MOST_FILES for total in _files_below(spec.include)):
-        raise RecipeError(
-            f"the folder {include} of further tasks holds more than {MOST_FILES:,} files, and lm-eval reads them all. "
-            "Give the folder that holds only the tasks."
-        )
-    model = open_model(artifact, revision, adapters)
-    chosen = choose(
-        model, parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
-    )
+    if spec.include is not None:
+        if not Path(spec.include).is_dir():
+            raise RecipeError(f"the folder {include} of further tasks does not exist")
+        if any(total > MOST_FILES for total in accumulate(len(files) for _, _, files in os.walk(spec.include))):
+            raise RecipeError(
+                f"the folder {include} of further tasks holds more than {MOST_FILES:,} files, and lm-eval reads them "
+                "all. Give the folder that holds only the tasks."
+            )
+    opened = open_model(model)
+    chosen = choose(opened, engine)
     if look(chosen.python, ("lm_eval",))[0]:
         raise missing_package("lm-eval", "tasks", ImportError(f"{chosen.python} has none"))
-    if n_ctx is not None:
-        note_beyond_context(model.config, n_ctx, "texts")  # refuses
-    if model.artifact is not None:
-        refuse_untrue(model.artifact)
-    request = TasksRequest(load=chosen.load_request(model, usable_cores()), tasks=spec)
+    if spec.n_ctx is not None:
+        note_beyond_context(opened.config, spec.n_ctx, "texts")  # refuses
+    if opened.artifact is not None:
+        from quantkit.conversion.agreement import refuse_untrue  # not in the child process
+
+        refuse_untrue(opened.artifact)
+    load = LoadRequest(model=opened.ref, engine=chosen, threads=usable_cores())
     progress = progress or Progress()
     progress.say(f"device: {described(chosen.device)}")
     with temporary_folder() as temp:
-        result = run_child(request, temp, progress)
+        result = run_child(TasksRequest(load=load, tasks=spec), temp, progress)
     return TaskReport(
-        model=model.entry(),
+        model=opened.entry(),
         engine=chosen.entry(result.loaded),
         hardware=this_machine(),
         settings=spec,
         **result.tasks,
     )
+
+
+def longest(model: Model, spec: TaskSpec) -> int:
+    """Return the longest text in tokens: as `spec` says, else the model's context."""
+    return spec.n_ctx or context_of(model.config)
+
+
+def run_tasks(loaded: LoadedModel, model: Model, spec: TaskSpec, progress: Progress) -> dict[str, Any]:
+    """Return the harness's results, by task and figure, for a model that an engine has `loaded`.
+
+    Raises RecipeError, DependencyError.
+    """
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise missing_package("lm-eval", "tasks", error) from None
+    what = f"lm-eval cannot run {', '.join(spec.tasks)}"
+    with told(what, RecipeError):
+        manager = TaskManager(include_path=spec.include, include_defaults=False)
+        if not set(spec.tasks) <= set(manager.all_subtasks):
+            manager = TaskManager(include_path=spec.include)  # reads thousands of files
+        unknown = [name for name in spec.tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise RecipeError(
+            f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists them; add yours with --include."
+        )
+    harness_model = _as_harness_model(loaded, model.tokenizer(), longest(model, spec), progress)
+    with told(what, RecipeError):
+        answer = lm_eval.simple_evaluate(
+            model=harness_model, tasks=list(spec.tasks), task_manager=manager, num_fewshot=spec.num_fewshot,
+            limit=spec.limit, log_samples=False, apply_chat_template=spec.chat_template,
+        )  # fmt: skip
+    return {
+        "results": {
+            task: {name: value for name, value in figures.items() if isinstance(value, int | float)}
+            for task, figures in answer["results"].items()
+        },
+        "versions": {task: str(version) for task, version in answer["versions"].items()},
+        "num_fewshot": answer["n-shot"],
+        "samples": {task: counts["effective"] for task, counts in answer["n-samples"].items()},
+        "lm_eval": lm_eval.__version__,
+    }
+
+
+def _as_harness_model(loaded: LoadedModel, tokenizer: Any, max_length: int, progress: Progress) -> Any:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    class HarnessModel(TemplateLM):
+        """What the harness asks of a model, answered by one of our engines."""
+
+        tokenizer_name = "quantkit"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokenizer, self.max_length = tokenizer, max_length
+
+        @property
+        def eot_token_id(self) -> int:
+            return int(tokenizer.eos_token_id)
+
+        @property
+        def prefix_token_id(self) -> int:
+            return int(first_token(tokenizer))  # type: ignore[arg-type]
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            first = tokenizer.decode(self.prefix_token_id)
+            if add_special_tokens is None and string.startswith(first):
+                add_special_tokens = False
+            extra = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+            return list(tokenizer.encode(string, **extra))
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            text: str = tokenizer.apply_chat_template(
+                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )  # fmt: skip
+            return text
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            pairs = [(context, continuation) for _, context, continuation in requests]
+            return _continuations(loaded, pairs, max_length, progress)
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            pairs: list[Any] = []
+            owners: list[int] = []
+            for number, request in enumerate(requests):
+                ids = self.tok_encode(request.args[0])
+                rolled = get_rolling_token_windows(ids, self.prefix_token_id, max_length, context_len=1)
+                pairs += map(make_disjoint_window, rolled)
+                owners += [number] * (len(pairs) - len(owners))
+            scored = [value for value, _ in _continuations(loaded, pairs, max_length, progress)]
+            return np.bincount(owners, weights=scored, minlength=len(requests)).tolist()
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            answers = []
+            with progress.step("generating answers", len(requests)) as advance:
+                for request in requests:
+                    ids = self.tok_encode(request.args[0])
+                    answers.append(_answer(loaded, tokenizer, ids, request.args[1], max_length))
+                    advance()
+            return answers
+
+    return HarnessModel()
+
+
+def _continuations(
+    loaded: LoadedModel, pairs: list[tuple[list[int], list[int]]], max_length: int, progress: Progress
+) -> list[tuple[float, bool]]:
+    """Log-probability of each continuation after its context, and whether it is the greedy one."""
+    windows = []
+    for context, continuation in pairs:
+        whole = np.asarray([*context, *continuation][-(max_length + 1) :], dtype=np.int64)
+        first = max(len(whole) - 1 - len(continuation), 0)
+        windows.append(Window(whole[:-1], first, whole[first + 1 :]))
+    # Neighbours of one length are computed together; the longest first, so that too little memory shows at once.
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
+    scores: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
+    pieces = loaded.pieces([windows[i] for i in order])
+    with progress.step("scoring continuations", len(windows)) as advance:
+        for i in order:
+            total, greedy = 0.0, True
+            for logits, targets in windows[i].pairs(pieces):
+                total -= float(score(logits, targets)["nll"].sum())
+                greedy = greedy and bool((logits.argmax(1) == targets).all())
+            scores[i] = (total, greedy)
+            advance()
+    return scores
+
+
+def _answer(loaded: LoadedModel, tokenizer: Any, ids: list[int], settings: dict[str, Any], max_length: int) -> str:
+    """The greedy continuation of `ids` up to the first of the texts in ``until``, or EOS."""
+    if settings.get("do_sample") and float(settings.get("temperature") or 0) > 0:
+        raise UnsupportedError("this task samples its answers, and engines here generate greedily")
+    until = settings.get("until") or []
+    stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+    limit = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or MAX_NEW_TOKENS)
+    if limit >= max_length:
+        raise UnsupportedError(f"this task generates {limit} tokens, and the context has {max_length}")
+    made: list[int] = []
+    text = ""
+    for token in loaded.stream(ids[-(max_length - limit) :], limit):
+        if token == tokenizer.eos_token_id:
+            break
+        made.append(token)
+        text = tokenizer.decode(made)
+        if any(stop in text for stop in stops):
+            break
+    return min((text.partition(stop)[0] for stop in stops), key=len, default=text)

@@ -13,56 +13,63 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
-from quantkit.contracts.registry import find_engine, find_probe
-from quantkit.contracts.windows import Cut, load_cut
+from quantkit.contracts.registry import find_engine
+from quantkit.contracts.windows import load_cut
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.evaluation import baseline, harness
-from quantkit.evaluation.request import BaselineRequest, MeasureRequest, Request, TasksRequest, read_request
+from quantkit.evaluation import baseline, tasks
+from quantkit.evaluation.probes import PROMPT_TOKENS, find_probe
+from quantkit.evaluation.process import BaselineRequest, MeasureRequest, Request, TasksRequest, read_request
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.config import context_of
-from quantkit.probes._generation import PROMPT_TOKENS
 from quantkit.progress import Progress
 from quantkit.system.memory import peak_rss_bytes, restart_peak
 from quantkit.system.threads import end_with_parent
 from quantkit.untrusted import read_text, told
 
+Send = Callable[[dict[str, Any]], None]
 
-def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
-    """Load, do what is asked, and send every event: a kind and its content."""
-    load = request.load
-    if isinstance(request, BaselineRequest) or load.adapters:  # of a source, an artifact or a file, too
-        model = Model(None, open_source(load.model, load.revision, load.adapters))
-    else:
-        model = open_model(load.model, load.revision)
+
+def serve(request: Request, send: Send) -> None:
+    """Load the model, do what is asked, and send every event: a kind and its content."""
+    load, engine = request.load, find_engine(request.load.engine.name)
+    # A source may be an artifact's folder, too.
+    as_source = isinstance(request, BaselineRequest) or load.model.adapters
+    model = Model(None, open_source(load.model)) if as_source else open_model(load.model)
     if isinstance(request, TasksRequest):
-        n_ctx = harness.longest(model, request.tasks)
+        n_ctx = tasks.longest(model, request.tasks)
     else:
-        with told(f"the token windows in {request.windows.path} cannot be read", EngineError):
-            cut = load_cut(Path(request.windows.path), request.windows.about)
-        n_ctx = _longest(request, model, cut)
+        with told(f"the token windows in {request.windows} cannot be read", EngineError):
+            cut = load_cut(Path(request.windows))
+        n_ctx = max(len(window.ids) for window in cut.windows)
+    if isinstance(request, MeasureRequest):
+        wanted = max((find_probe(name).n_ctx for name in request.probes), default=0)
+        n_ctx = max(n_ctx, PROMPT_TOKENS + request.spec.new_tokens, min(wanted, context_of(model.config)))
     progress = Progress(lambda step: send({"step": asdict(step)}))
-    engine = find_engine(load.engine)
-    device = engine.find_device(load.device)
-    spec = LoadSpec(load.threads, n_ctx, load.dtype, device, load.walk, load.offload_bytes, progress)
+    chosen, device = load.engine, engine.find_device(load.engine.device)
+    spec = LoadSpec(load.threads, n_ctx, chosen.dtype, device, chosen.walk, chosen.offload_bytes, progress)
     loaded = engine.load(model, spec)
     loading_peak = peak_rss_bytes()
     restart_peak()
     send({"loaded": {"dtype": loaded.dtype, "device": device, "notes": loaded.notes}})
     if isinstance(request, TasksRequest):
-        send({"tasks": harness.run(loaded, model, request.tasks, progress)})
+        send({"tasks": tasks.run_tasks(loaded, model, request.tasks, progress)})
         return
     if isinstance(request, BaselineRequest):
         assert model.source is not None
         with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
             baseline.make(baseline.BaselineFiles(request.key), model.source, loaded, cut, advance)
         return
+
+    def open_baseline() -> baseline.Baseline:
+        assert request.baseline is not None
+        return baseline.open_baseline(request.baseline.key, open_source(request.baseline.source))
+
     job = ProbeJob(
         loaded=loaded,
         model=model,
@@ -70,7 +77,7 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         threads=load.threads,
         cut=cut,
         progress=progress,
-        baseline=None if request.baseline is None else partial(baseline.open_baseline, request.baseline),
+        baseline=None if request.baseline is None else open_baseline,
         resume=None if request.resume is None else Path(request.resume),
         save=None if request.save is None else Path(request.save),
         n_ctx=n_ctx,
@@ -85,15 +92,6 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
             if threads == load.threads or probe.per_threads:
                 for measurement in probe.run(replace(job, threads=threads)):
                     send({"measurement": measurement.model_dump()})
-
-
-def _longest(request: MeasureRequest | BaselineRequest, model: Model, cut: Cut) -> int:
-    """Tokens of the longest context that is needed."""
-    windows = max(len(window.ids) for window in cut.windows)
-    if isinstance(request, BaselineRequest):
-        return windows
-    probes = max((find_probe(name).n_ctx for name in request.probes), default=0)
-    return max(windows, PROMPT_TOKENS + request.spec.new_tokens, min(probes, context_of(model.config)))
 
 
 def main() -> None:
@@ -113,7 +111,7 @@ def main() -> None:
             code = 1
         except KeyboardInterrupt:
             code = 130
-    # Everything is said. An ordinary exit would take the engines' threads down, and some abort on the way.
+    # Everything is reported. An ordinary exit would take the engines' threads down, and some abort on the way.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

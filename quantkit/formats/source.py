@@ -15,20 +15,26 @@ from quantkit.formats._quantized_checkpoint import open_folder
 from quantkit.formats.float import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.source import Source, refuse_another_head
+from quantkit.recipe import ModelRef
 from quantkit.untrusted import path_of, shown
 
 FILES = "a .safetensors or .gguf file"
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES, *SETTINGS]
 
 
-def open_source(model: str, revision: str | None = None, adapters: Sequence[str | Path] = ()) -> Source:
+def open_source(
+    model: str | Path | ModelRef, revision: str | None = None, adapters: Sequence[str | Path] = ()
+) -> Source:
     """Open `model`: ``demo``, a checkpoint folder, quantized or not, a safetensors or GGUF file, or a hub id.
 
     A safetensors file is the whole model of its folder's config.json. `revision` is one of the hub. `adapters` are
-    folders of LoRA adapters, which are merged into it in this order. The folder of an adapter is a model, too, where
-    its base model is a folder here. Raises SourceError; for a GGUF file also what formats/gguf/checkpoint.py raises,
-    for adapters UnsupportedError.
+    folders of LoRA adapters, which are merged into it in this order; a ModelRef has its own. The folder of an adapter
+    is a model, too, where its base model is a folder here. Raises SourceError; for a GGUF file also what
+    formats/gguf/checkpoint.py raises, for adapters UnsupportedError.
     """
+    if isinstance(model, ModelRef):
+        revision, adapters, model = model.revision, model.adapters, model.model
+    model = str(model)
     folder = path_of(model, SourceError)
     if model != "demo" and is_adapter(folder):
         return open_source(_base_of(folder), revision, (folder, *adapters))
@@ -88,31 +94,29 @@ def _open_base(model: str, folder: Path, revision: str | None) -> Source:
     return open_folder(Path(got), model, Path(got).name)
 
 
-def is_artifact(model: str | Path | Artifact | Source) -> bool:
+def is_artifact(model: str | Path | ModelRef | Artifact | Source) -> bool:
     """Whether this is an artifact or the folder of one."""
-    if isinstance(model, str | Path):
-        return (path_of(model, SourceError) / MANIFEST).is_file()
+    if isinstance(model, str | Path | ModelRef):
+        place = model.model if isinstance(model, ModelRef) else model
+        return (path_of(place, SourceError) / MANIFEST).is_file()
     return isinstance(model, Artifact)
 
 
-def open_model(
-    path_or_name: str | Path | Artifact | Source,
-    revision: str | None = None,
-    adapters: Sequence[str | Path] = (),
-) -> Model:
+def open_model(model: str | Path | ModelRef | Artifact | Source) -> Model:
     """Open an artifact folder, or what `open_source` opens, with adapters merged into it.
 
-    Raises ArtifactError or SourceError; RecipeError for adapters of what is open already or an artifact.
+    Raises ArtifactError or SourceError; RecipeError for adapters or a revision of an artifact.
     """
-    if adapters and (is_artifact(path_or_name) or not isinstance(path_or_name, str | Path)):
-        raise RecipeError("adapters are merged into a model that is opened by its name or folder, and not an artifact")
-    if isinstance(path_or_name, Artifact):
-        return Model(path_or_name, None)
-    if not isinstance(path_or_name, str | Path):
-        return Model(None, path_or_name)
-    folder = path_of(path_or_name, SourceError)
-    if (folder / MANIFEST).is_file():
-        if revision is not None:
-            raise RecipeError(f"--revision is for models of the hub, and {folder} is an artifact. Leave it out.")
-        return Model(open_artifact(folder), None)
-    return Model(None, open_source(str(path_or_name), revision, adapters))
+    if isinstance(model, Artifact):
+        return Model(model, None)
+    if not isinstance(model, str | Path | ModelRef):
+        return Model(None, model)
+    if not is_artifact(model):
+        return Model(None, open_source(model))
+    if isinstance(model, ModelRef):
+        if model.adapters:
+            raise RecipeError(f"adapters are merged into a model, and {model.model} is an artifact. Leave them out.")
+        if model.revision is not None:
+            raise RecipeError(f"--revision is for models of the hub, and {model.model} is an artifact. Leave it out.")
+        model = model.model
+    return Model(open_artifact(path_of(model, SourceError)), None)

@@ -18,11 +18,11 @@ from quantkit.data.texts import load_text
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.baseline import key_of
 from quantkit.evaluation.engine_choice import choose
-from quantkit.evaluation.evaluate import open_judged, prepare
+from quantkit.evaluation.evaluate import open_with_source, prepare
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
-from quantkit.recipe import EngineSpec, EvaluationSpec, load_recipe
+from quantkit.recipe import EngineSpec, EvaluationSpec, ModelRef, load_recipe
 
 SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "probes": ("size", "perplexity")}}
 VARIANTS, LABEL = ["float:float32"], "float-float32"
@@ -73,7 +73,7 @@ def test_whatever_is_kept_has_another_key(change, tiny, adapter, tmp_path):
         work = fingerprint(job)
         recipe = work.pop("recipe")
         assert recipe.get("adapters", []) == [str(adapter) for adapter in adapters]
-        model = open_model(str(tiny), None, adapters)
+        model = open_model(ModelRef(model=tiny, adapters=adapters))
         judgement = prepare(model, EvaluationSpec(**EVALUATION), text, choose(model, EngineSpec()))
         return json.dumps(work), key_of(job.source, windows, "float32"), judgement.fingerprint(None), model.digest
 
@@ -109,13 +109,13 @@ def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(tiny, a
     other_alpha(copy)
     spec, text = EvaluationSpec(**EVALUATION), load_text(EVALUATION["text"], "evaluation")
     for adapters, given in (((), "none"), ((copy,), "style"), ((adapter, adapter), "style, style")):
-        model, source = open_judged(folder, None, tiny, adapters)
+        model, source = open_with_source(ModelRef(model=folder, adapters=adapters), tiny)
         with pytest.raises(ArtifactError, match=rf"other adapters than those that are given \({given}; the manifest"):
             prepare(model, spec, text, choose(model, EngineSpec()), source)
-    model, source = open_judged(folder, None, tiny, [adapter])
-    assert prepare(model, spec, text, choose(model, EngineSpec()), source).exact is source
+    model, source = open_with_source(ModelRef(model=folder, adapters=[adapter]), tiny)
+    assert prepare(model, spec, text, choose(model, EngineSpec()), source).source is source
     with pytest.raises(RecipeError, match=r"give its folder \(tiny\) with --source"):
-        open_judged(folder, None, None, [adapter])
+        open_with_source(ModelRef(model=folder, adapters=[adapter]))
 
 
 def test_recipes_and_commands_name_adapters_and_engines_that_read_files_are_refused(tiny, adapter, here):
@@ -130,8 +130,8 @@ def test_recipes_and_commands_name_adapters_and_engines_that_read_files_are_refu
     ended = quantkit("convert", tiny, "--adapter", adapter, "--method", "rtn", "--bits", 4)
     assert (here / "tiny-style-rtn-4").is_dir(), ended.err
     assert f"--source {tiny} --adapter {adapter}" in ended.out.replace("\n", " ")
-    model = open_model(tiny, None, [adapter])
+    model = open_model(ModelRef(model=tiny, adapters=[adapter]))
     with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
         choose(model, EngineSpec(engine="vllm"))
     assert choose(model, EngineSpec()).name == "transformers"
-    assert choose(model, EngineSpec(engine="reference")).load_request(model, 1).adapters == (str(adapter),)
+    assert model.ref.adapters == (str(adapter),)

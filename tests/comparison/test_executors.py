@@ -19,7 +19,7 @@ from quantkit.comparison.executors import OnRay
 from quantkit.comparison.sweep import run
 from quantkit.comparison.tasks import read_task, read_tasks
 from quantkit.progress import Progress
-from quantkit.recipe import SweepModel, load_recipe
+from quantkit.recipe import ModelRef, load_recipe
 from quantkit.report.table import read_places
 
 pytestmark = pytest.mark.slow
@@ -120,7 +120,7 @@ def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(recipe, whole, tmp
             (tmp_path / name).symlink_to(recipe.parent / name)
         for out, executor in (("kept", OnRay), ("lost", Losing)):
             words = []
-            models = [SweepModel(model="one"), SweepModel(model="two")]
+            models = [ModelRef(model="one"), ModelRef(model="two")]
             given = load_recipe(recipe).model_copy(update={"models": tuple(models), "out": out})
             outcome = run(given, executor(cluster.address, 1), Progress(speaker=words.append))
             if outcome.failed:  # what was on the lost node twice

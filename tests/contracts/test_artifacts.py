@@ -12,12 +12,13 @@ from quantkit.artifact import open_artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
-from quantkit.contracts.registry import find_engine, find_format, find_method, find_probe, formats, formats_for, methods
+from quantkit.contracts.registry import find_engine, find_format, find_method, formats, formats_for, methods
 from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.conversion.verify import verify
 from quantkit.data.texts import load_text
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.engine_choice import refusal
+from quantkit.evaluation.perplexity import measure_perplexity
 from quantkit.evaluation.protocols import cut
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.gguf.file_types import IQ_MIXES
@@ -121,7 +122,7 @@ def perplexity(model, engine):
     assert refusal(find_engine(engine), model) is None
     loaded = find_engine(engine).load(model, LoadSpec(threads=1, n_ctx=N_CTX))
     job = ProbeJob(loaded, model, spec, 1, windows, Progress())
-    [measurement] = find_probe("perplexity").run(job)
+    [measurement] = measure_perplexity(job)
     return measurement.value
 
 

@@ -1,4 +1,4 @@
-"""What every file of the four folders owes to the rest, whatever it holds."""
+"""What every file of the three folders owes to the rest, whatever it holds."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def files(folder):
     return {stem.replace("_", "-") for stem in stems if not stem.startswith("_")}
 
 
-@pytest.mark.parametrize("registered", [methods, formats, registry.engines, registry.probes])
+@pytest.mark.parametrize("registered", [methods, formats, registry.engines])
 def test_the_file_name_is_the_name(registered):
     records = registered()
     assert len(records) > 3
@@ -85,8 +85,7 @@ import quantkit; quantkit.QuantkitError
 quantkit.open_artifact, quantkit.Report, quantkit.load_recipe, quantkit.Table
 import quantkit.cli.app
 import quantkit.evaluation.worker
-from quantkit.contracts.registry import find_engine, probes; find_engine('llamacpp'); find_engine('ctranslate2')
-probes()
+from quantkit.contracts.registry import find_engine; find_engine('llamacpp'); find_engine('ctranslate2')
 """
 
 

@@ -10,8 +10,8 @@ from quantkit.data.demo import FOLDER, demo_folder
 from quantkit.data.texts import load_text
 from quantkit.errors import DependencyError
 from quantkit.evaluation.protocols import cut
+from quantkit.evaluation.scores import score
 from quantkit.formats.source import open_model
-from quantkit.probes._scores import score
 from quantkit.system.cache import cache_folder
 
 N_CTX = 512

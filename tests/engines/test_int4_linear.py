@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from quantkit.engines import _int4_linear as int4
-from quantkit.engines._int4_linear import GENERATED_ROWS, JUDGED_ROWS, Int4Linear, generating, kernel_takes
+from quantkit.engines import _linears as int4
+from quantkit.engines._linears import EVALUATED_ROWS, GENERATED_ROWS, Int4Linear, generating, kernel_group
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 N, K = 48, 256
@@ -41,7 +41,7 @@ def test_the_layer_multiplies_by_the_dense_weight(symmetric, shuffled, dtype):
 
 @pytest.mark.parametrize("slab", [1, 5 * K])
 def test_the_dense_weight_is_exact_up_to_its_dtype(slab, monkeypatch):
-    monkeypatch.setattr(int4, "SLAB_ELEMENTS", slab)
+    monkeypatch.setattr(int4, "INT4_SLAB", slab)
     weight = weight_of(False)
     assert torch.allclose(Int4Linear(weight, None, torch.float32).dense(), weight.dense(), rtol=1e-5, atol=1e-8)
     half = Int4Linear(weight, None, torch.bfloat16).dense()
@@ -56,8 +56,8 @@ def test_short_prompts_run_on_the_kernel_only_where_the_model_generates():
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, layer.packed, layer.group, layer.scale_zero)
 
     for rows, judged, generated in (
-        (JUDGED_ROWS, True, True),
-        (JUDGED_ROWS + 1, False, True),
+        (EVALUATED_ROWS, True, True),
+        (EVALUATED_ROWS + 1, False, True),
         (GENERATED_ROWS, False, True),
         (GENERATED_ROWS + 1, False, False),
     ):
@@ -73,7 +73,7 @@ def test_short_prompts_run_on_the_kernel_only_where_the_model_generates():
 @pytest.mark.parametrize(("bits", "rows", "group"), [(4, 48, 32), (4, 48, 256), (3, 6, 96), (2, 17, 320)])
 def test_groups_bits_and_row_counts_that_run_on_the_kernel(bits, rows, group):
     weight = weight_of(False, group, bits=bits, rows=rows, columns=2 * group)
-    assert kernel_takes(weight)
+    assert kernel_group(weight)
     layer = Int4Linear(weight, None, torch.float32)
     for tokens in (1, 20):
         x = torch.randn(tokens, 2 * group, generator=torch.Generator().manual_seed(4))
@@ -84,9 +84,9 @@ def test_groups_bits_and_row_counts_that_run_on_the_kernel(bits, rows, group):
 
 def test_the_kernel_refuses_what_it_cannot_compute():
     weight = weight_of(True)
-    assert kernel_takes(weight)
-    assert not kernel_takes(GroupedWeight(weight.codes, weight.scales, weight.zeros, weight.g_idx, 8))
-    assert not kernel_takes(weight_of(True, group=16))
+    assert kernel_group(weight)
+    assert not kernel_group(GroupedWeight(weight.codes, weight.scales, weight.zeros, weight.g_idx, 8))
+    assert not kernel_group(weight_of(True, group=16))
     uneven = weight.g_idx.clone()
     uneven[0] = 3
-    assert not kernel_takes(GroupedWeight(weight.codes, weight.scales, weight.zeros, uneven, 4))
+    assert not kernel_group(GroupedWeight(weight.codes, weight.scales, weight.zeros, uneven, 4))

@@ -16,6 +16,7 @@ from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
 from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, round_columns
+from quantkit.recipe import EngineSpec
 
 
 def settled():
@@ -79,7 +80,7 @@ def test_the_pools_of_a_judging_process_have_that_size(gguf, tmp_path, monkeypat
         f'#!/bin/sh\ncase "$*" in *evaluation.worker*) env >> {seen};; esac\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    quantkit.evaluate(gguf, probes=["size"], python=str(python), **EVALUATION)
+    quantkit.evaluate(gguf, probes=["size"], engine=EngineSpec(python=str(python)), **EVALUATION)
     lines = seen.read_text().splitlines()
     assert [line for line in lines if line.startswith(pools)] == [
         line for line in lines if line.endswith("NUM_THREADS=1")

@@ -18,10 +18,18 @@ from transformers import AutoModelForCausalLM
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError
 from quantkit.evaluation import baseline
-from quantkit.evaluation.baseline import Baseline, BaselineFiles, SourceHead, ensure, key_of
-from quantkit.evaluation.cache import clear_cache, list_cache
+from quantkit.evaluation.baseline import (
+    Baseline,
+    BaselineFiles,
+    SourceHead,
+    clear_cache,
+    ensure,
+    key_of,
+    list_cache,
+)
 from quantkit.evaluation.evaluate import evaluate
 from quantkit.formats.source import open_source
+from quantkit.recipe import EngineSpec
 from quantkit.report.records import BaselineEntry
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
@@ -113,8 +121,8 @@ def test_its_logits_do_not_depend_on_where_somebody_begins_to_read(source, windo
     assert asked == blocks[2:]
 
 
-def test_an_interrupted_one_goes_on_after_its_whole_windows(source, windows, monkeypatch):
-    """The third is computed again with the fourth, since their last digits are those of both together."""
+def test_an_interrupted_one_goes_on_after_its_whole_batches(source, windows, monkeypatch):
+    """The third window is computed again with the fourth, since their last digits are those of both together."""
     monkeypatch.setattr("quantkit.contracts.windows.BATCH_TOKENS", 2 * 32)
     monkeypatch.setattr(baseline, "NOISE_WINDOWS", 3)
     files, facts = made(source, windows)
@@ -125,7 +133,7 @@ def test_an_interrupted_one_goes_on_after_its_whole_windows(source, windows, mon
     files.partial.write_bytes(whole[: 2 * facts.width * 15 * 3 + 11])  # three windows and a torn one
     model, asked = counted(source)
     compute(files, source, windows, model)
-    assert asked == [("float32", 4), ("float32", 4), ("bfloat16", 3)]  # what is left, the whole batches of the noise
+    assert asked == [("float32", 4), ("float32", 6), ("bfloat16", 3)]  # what is left, as far as the noise, the noise
     assert files.states.read_bytes() == whole
     assert files.read_facts() == facts
     assert not files.partial.exists()
@@ -146,6 +154,7 @@ def test_two_at_once_share_a_baseline_and_one_may_be_killed(source, windows, tmp
     files, facts = made(source, windows)
     want = files.states.read_bytes()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "other"))
+    files = BaselineFiles(files.key)
     other = forked(partial(endless, files, source.folder, windows), tmp_path / "log")
     while not files.partial.exists():
         assert other.code is None, other.wait()
@@ -231,7 +240,7 @@ def test_an_artifact_is_judged_against_its_source(cache, gguf, tiny):
     assert report.baseline is not None
     assert 1e-6 < report.find("kld").value < 0.05
     assert any("nats from the source in float32" in line for line in report.quality())
-    itself = evaluate(str(tiny), **QUICK, dtype="float32")
+    itself = evaluate(str(tiny), **QUICK, engine=EngineSpec(dtype="float32"))
     assert abs(itself.find("kld").value) < 1e-5
     assert itself.baseline == report.baseline
     assert not list((cache / "evaluations").glob("*.positions"))

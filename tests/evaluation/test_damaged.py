@@ -12,19 +12,20 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
 from quantkit.errors import ArtifactError, EngineError, ReportError, SourceError, UnsupportedError
-from quantkit.evaluation.cache import list_cache
+from quantkit.evaluation.baseline import list_cache
 from quantkit.evaluation.cross_check import cross_check
+from quantkit.evaluation.engine_choice import ChosenEngine
 from quantkit.evaluation.evaluate import evaluate
-from quantkit.evaluation.process import run_child
+from quantkit.evaluation.process import BaselineRequest, LoadRequest, TaskSpec, TasksRequest, read_request, run_child
 from quantkit.evaluation.protocols import cut
-from quantkit.evaluation.request import BaselineRequest, LoadRequest, TaskSpec, TasksRequest, WindowsFile, read_request
 from quantkit.formats.source import open_source
 from quantkit.progress import Progress
-from quantkit.report.records import Windows, read_report
+from quantkit.recipe import EngineSpec, ModelRef
+from quantkit.report.records import read_report
 from quantkit.report.table import read_tables
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
-ABOUT = Windows(protocol="papers", n_ctx=64, windows=2, first=0, scored=126, tokens_sha256="aa" * 32)
+FLOAT32 = EngineSpec(dtype="float32")
 UNUSABLE = "told something unusable of demo"
 DAMAGE = {
     "no percentile": lambda values: next(m for m in values["measurements"] if m["name"] == "kld")["details"].pop("p99"),
@@ -53,12 +54,16 @@ def test_another_source_than_the_artifact_was_made_from_is_refused(gguf, tiny, o
     assert list_cache() == []
 
 
+def load_by(python):
+    engine = ChosenEngine("reference", "1", None, python, "cpu", "cpu")
+    return LoadRequest(model=ModelRef(model="demo"), engine=engine, threads=1)
+
+
 @pytest.mark.parametrize("change", [{"kind": "measure"}, {"load": "[" * 100_000}])
 def test_a_damaged_request_is_one_line(change):
-    load = LoadRequest(model="demo", revision=None, engine="reference", threads=1)
-    request = BaselineRequest(load=load, windows=WindowsFile(path="cut.npz", about=ABOUT), key="k")
+    request = BaselineRequest(load=load_by(sys.executable), windows="cut.npz", key="k")
     assert read_request(request.model_dump_json()) == request
-    with pytest.raises(EngineError, match="the request of a judgement cannot be read"):
+    with pytest.raises(EngineError, match="the request of an evaluation cannot be read"):
         read_request(json.dumps(request.model_dump() | change))
 
 
@@ -69,8 +74,7 @@ def child(told, folder):
         f"#!{sys.executable} -S\nimport os, sys\nsys.exit(0 if os.write(int(sys.argv[-1]), {told!r}.encode()) else 7)\n"
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    load = LoadRequest(model="demo", revision=None, engine="reference", threads=1, python=str(program))
-    run_child(TasksRequest(load=load, tasks=TaskSpec(tasks=("wikitext",))), folder, Progress())
+    run_child(TasksRequest(load=load_by(str(program)), tasks=TaskSpec(tasks=("wikitext",))), folder, Progress())
 
 
 @pytest.mark.parametrize(("told", "error", "says"), [
@@ -90,7 +94,7 @@ def test_what_a_child_tells_amiss_is_an_error_of_ours(told, error, says, tmp_pat
 def test_a_single_position_is_judged_and_its_baseline_kept(tiny, tmp_path):
     text = tmp_path / "word.txt"
     text.write_text(" = A = \n\n a")
-    report = evaluate(str(tiny), **{**QUICK, "text": str(text), "protocol": "lm-eval", "dtype": "float32", "limit": 1})
+    report = evaluate(str(tiny), **{**QUICK, "text": str(text), "protocol": "lm-eval", "limit": 1}, engine=FLOAT32)
     assert report.baseline is not None
     again = tmp_path / "report.json"
     again.write_text(report.model_dump_json())
@@ -129,7 +133,7 @@ def test_end_tokens_are_those_of_all_files_and_none_that_cannot_be(gguf, tiny, t
 
 @pytest.fixture(scope="module")
 def report(tiny):
-    return evaluate(str(tiny), **{**QUICK, "dtype": "float32", "probes": ("size", "perplexity")})
+    return evaluate(str(tiny), **{**QUICK, "probes": ("size", "perplexity")}, engine=FLOAT32)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -31,7 +31,7 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf, bare, tmp_
         f"import sys; open({str(tmp_path / 'ran')!r}, 'a').write(' '.join(sys.orig_argv) + '\\n')", encoding="utf-8"
     )
     how = {**EVALUATION, "divergence": False}
-    there = evaluate(gguf, ["perplexity"], python=python_in(bare), **how)
+    there = evaluate(gguf, ["perplexity"], engine=EngineSpec(python=python_in(bare)), **how)
     ran = (tmp_path / "ran").read_text(encoding="utf-8")
     assert "-m quantkit.evaluation.worker" in ran
     here = evaluate(gguf, ["perplexity"], **how)
@@ -43,13 +43,13 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf, bare, tmp_
 def test_what_an_interpreter_lacks_is_told_before_any_work(gguf, bare):
     python = python_in(bare)
     with pytest.raises(DependencyError, match=rf"engine llamacpp is not installed for {python}.*quantkit\[llamacpp\]"):
-        evaluate(gguf, ["perplexity"], python=python)
+        evaluate(gguf, ["perplexity"], engine=EngineSpec(python=python))
     packages = packages_of(bare)
     put_empty(packages, "llama_cpp", *(name for name in NEEDED if name not in ("yaml", "psutil")))
     with pytest.raises(DependencyError, match=rf"{python} -m pip install psutil PyYAML$"):
-        evaluate(gguf, ["perplexity"], python=python)
+        evaluate(gguf, ["perplexity"], engine=EngineSpec(python=python))
     with pytest.raises(DependencyError, match=r"the interpreter /none .* cannot be run"):
-        evaluate(gguf, ["perplexity"], python="/none")
+        evaluate(gguf, ["perplexity"], engine=EngineSpec(python="/none"))
 
 
 @pytest.mark.parametrize(("options", "says"), [
@@ -63,7 +63,7 @@ def test_what_an_engine_does_not_have_is_refused_before_any_work(gguf, options, 
         pytest.skip("this machine has a card")
     with patch("quantkit.evaluation.evaluate.run_child", side_effect=AssertionError("work before the refusal")):  # noqa: SIM117
         with pytest.raises(RecipeError, match=says):
-            evaluate(gguf, ["perplexity"], **options)
+            evaluate(gguf, ["perplexity"], engine=EngineSpec(**options))
 
 
 def test_a_folder_of_its_name_is_no_engine(gguf, tiny, bare, tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_vllm_agrees_with_our_reader(tmp_path, method, monkeypatch):
     model = "demo" if method is None else convert("demo", method, "4", out=tmp_path / "made", group_size=64)
     settings = {"text": str(SAMPLE), "limit": 3, "threads": [1], "max_tokens": 8, "repeats": 1}
     probes = ["perplexity", "memory", "throughput", "answers"]
-    theirs = evaluate(model, probes, engine="vllm", python=VLLM_PYTHON, **settings)
+    theirs = evaluate(model, probes, engine=EngineSpec(engine="vllm", python=VLLM_PYTHON), **settings)
     ours = evaluate(model, ["perplexity"], engine="reference", **settings)
     for name in ("perplexity", "kld"):
         a, b = theirs.find(name), ours.find(name)

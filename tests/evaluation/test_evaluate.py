@@ -17,6 +17,7 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format, formats
 from quantkit.errors import ArtifactError, EngineError, RecipeError, UnsupportedError
 from quantkit.evaluation import evaluate as evaluation
+from quantkit.evaluation.cross_check import cross_check
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, resolve
 from quantkit.evaluation.tasks import evaluate_tasks
@@ -92,6 +93,18 @@ def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(ju
     assert ends["perplexity (llama.cpp)"].remark == f"{perplexity.value:.3f}"
 
 
+@pytest.mark.parametrize(("misplaced", "says"), [
+    ({"dtype": "float32"}, r"dtype is a field of EngineSpec. Give engine=EngineSpec\(dtype="),
+    ({"walk": True}, r"walk is a field of MemoryLimits. Give memory=MemoryLimits\(walk="),
+    ({"revision": "main"}, r"revision is a field of ModelRef. Give model=ModelRef\(model=..., revision="),
+    ({"n_ctxx": 64}, "unknown key 'n_ctxx'"),
+])  # fmt: skip
+def test_a_field_of_a_record_is_refused_as_a_keyword_with_its_record(misplaced, says, tiny):
+    for judge in (evaluate, cross_check, partial(evaluate_tasks, tasks=("wikitext",))):
+        with pytest.raises(RecipeError, match=says):
+            judge(tiny, **misplaced)
+
+
 def test_threads_are_sorted_and_default_to_one_and_all():
     cores = usable_cores()
     assert resolve(EvaluationSpec()).threads == tuple(sorted({1, cores}))
@@ -112,7 +125,7 @@ def test_the_engine_is_the_format_s_first(gguf, artifact_of, tiny):
 
 def test_an_error_of_the_child_keeps_its_kind(artifact_of):
     with pytest.raises(UnsupportedError, match="cannot compute in float8"):
-        evaluate(artifact_of("ctranslate2"), ("size",), **QUICK, dtype="float8")
+        evaluate(artifact_of("ctranslate2"), ("size",), **QUICK, engine=EngineSpec(dtype="float8"))
 
 
 def edit(artifact, folder, name, change):
@@ -150,7 +163,7 @@ def test_a_child_that_dies_is_an_engine_error(gguf):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(EngineError, match=f"the engine llamacpp was ended by SIGKILL while judging {gguf.folder}"):
+    with pytest.raises(EngineError, match=f"the engine llamacpp was ended by SIGKILL while evaluating {gguf.folder}"):
         evaluate(gguf, **QUICK)
     killer.join()
 

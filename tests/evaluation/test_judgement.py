@@ -14,8 +14,8 @@ from quantkit.evaluation.baseline import key_of
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import prepare
 from quantkit.evaluation.protocols import cut
+from quantkit.evaluation.scores import RECORD
 from quantkit.formats.source import open_model, open_source
-from quantkit.probes._scores import RECORD
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import this_machine
@@ -72,7 +72,7 @@ CHANGES = {
         lambda given, _, __: replace(given, text=replace(given.text, name="another.txt")),
     ],
     "windows": [
-        lambda given, _, __: replace(given, judged=cut(given.text, given.model.tokenizer(), "llama.cpp", 64, 1))
+        lambda given, _, __: replace(given, cut=cut(given.text, given.model.tokenizer(), "llama.cpp", 64, 1))
     ],
     "settings": [setting(threads=(1, 2)), setting(repeats=4)],
     "engine": [engine(version="0.0.1"), engine(dtype="float32"), engine(device="cuda"), engine(walk=True)],
@@ -117,7 +117,7 @@ def test_variables_that_change_what_an_engine_computes_count(judgement, monkeypa
 
 
 def test_each_part_makes_another_baseline(judgement, tmp_path, monkeypatch):
-    source, judged = open_source(str(judgement.model.folder)), judgement.judged
+    source, judged = open_source(str(judgement.model.folder)), judgement.cut
 
     def key(hashes=None, dtype="float32", **about):
         source.hashes = hashes or plain
@@ -136,27 +136,27 @@ def test_each_part_makes_another_baseline(judgement, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_kept_windows_are_used_only_where_nothing_else_is(changed, gguf, tmp_path, monkeypatch):
-    many = {**EVALUATION, "limit": 12, "divergence": False}
+def test_stored_positions_are_used_only_if_nothing_else_has_changed(changed, gguf, tmp_path, monkeypatch):
+    many = {**EVALUATION, "limit": 40, "divergence": False}  # 32 windows are a batch
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "quiet"))
     quiet = evaluate(gguf, ("perplexity",), **many).find("perplexity").value
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
     def interrupt(step):
-        if step.done >= 3:
+        if step.done >= 35:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         evaluate(gguf, ("perplexity",), **many, progress=Progress(interrupt))
-    [kept] = (tmp_path / "cache" / "evaluations").glob("*.positions")
-    assert kept.stat().st_size >= 3 * 31 * RECORD.itemsize
+    [stored] = (tmp_path / "cache" / "evaluations").glob("*.positions")
+    assert stored.stat().st_size >= 32 * 31 * RECORD.itemsize
     if changed:
         installed("numpy", "0.0.1", tmp_path / "site", monkeypatch)
     seen = []
     again = evaluate(gguf, ("perplexity",), **many, progress=Progress(lambda step: seen.append(step.done)))
     first = min(done for done in seen if done)
-    assert first == 1 if changed else first >= 3
-    assert kept.exists() == changed
+    assert first == 1 if changed else first >= 32
+    assert stored.exists() == changed
     assert again.find("perplexity").value == pytest.approx(quiet, rel=1e-9)
 
 
@@ -165,7 +165,7 @@ def test_a_report_carries_the_fingerprint_of_its_judgement(gguf, tiny):
     model, spec = open_model(gguf), EvaluationSpec(**EVALUATION, probes=("perplexity",))
     again = prepare(model, spec, TEXT, choose(model, EngineSpec()), open_source(str(tiny)))
     assert report.baseline is not None
-    assert again.kept_baseline() == report.baseline
+    assert again.stored_baseline() == report.baseline
     assert report.fingerprint == again.fingerprint(report.baseline)
     assert again.fingerprint(None) != report.fingerprint
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, fails, succeeds
@@ -7,13 +8,12 @@ from quantkit.comparison.compare import compare
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError, ResourceError
-from quantkit.evaluation import baseline
+from quantkit.evaluation import baseline, memory
 from quantkit.evaluation.baseline import BaselineFiles
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, prepare
-from quantkit.evaluation.forecast import memory
 from quantkit.formats.source import open_model, open_source
-from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec
+from quantkit.recipe import EvaluationSpec, MemoryLimits
 from quantkit.system.memory import GROWTH
 
 pytestmark = pytest.mark.usefixtures("new_cache")
@@ -33,21 +33,21 @@ def figures(report):
     return {measured.name: measured.value for measured in report.measurements}
 
 
-def settled(folder, windows, **how):
+def planned(folder, windows, **how):
     model = open_model(str(folder))
-    chosen = choose(model, EngineSpec(engine=how.pop("engine", None)))
-    return memory.settle(model, chosen, WalkSpec(**how), windows.windows, None, lambda: False, "transformers")
+    chosen = choose(model, how.pop("engine", None))
+    return memory.plan_memory(model, chosen, MemoryLimits(**how), windows.windows)
 
 
 def between(folder, windows):
-    one, other = (settled(folder, windows, walk=walk).model.memory for walk in (True, False))
+    one, other = (planned(folder, windows, walk=walk).need.memory for walk in (True, False))
     assert one < other
     return (one + other) / 2e9
 
 
 def test_a_walk_judges_what_does_not_fit_in_the_memory_of_its_forecast_and_the_report_says_so(deep, windows):
     limit = between(deep, windows)
-    report = evaluate(str(deep), **EVALUATION, max_memory_gb=limit, divergence=False)
+    report = evaluate(str(deep), **EVALUATION, memory=MemoryLimits(max_memory_gb=limit), divergence=False)
     assert report.engine.name == "reference"
     assert [measured.name for measured in report.measurements] == ["weight_bytes", "bits_per_weight", "perplexity"]
     left_out, why = report.notes
@@ -58,20 +58,20 @@ def test_a_walk_judges_what_does_not_fit_in_the_memory_of_its_forecast_and_the_r
     assert (whole.engine.name, whole.notes) == ("transformers", ())
     assert figures(report)["perplexity"] == figures(whole)["perplexity"]
     model, spec, text = open_model(str(deep)), EvaluationSpec(**QUICK, divergence=False), load_text(str(SAMPLE), "e")
-    need = prepare(model, spec, text, choose(model, EngineSpec()), None, WalkSpec(walk=True)).settled.model.memory
+    need = prepare(model, spec, text, choose(model), None, MemoryLimits(walk=True)).plan.need.memory
     found = report.find("perplexity")
     peak = float(found.details["peak_rss_bytes"])  # of a small model it is that of the libraries
     assert 0.5 * need < peak < need
 
 
 def test_a_walk_that_is_asked_for_has_the_whole_models_figures(gguf, tiny):
-    walked = evaluate(gguf, **QUICK, walk=True, offload_gb=0, source=tiny)
+    walked = evaluate(gguf, **QUICK, memory=MemoryLimits(walk=True, offload_gb=0), source=tiny)
     assert ["block by block by our own reader, as was asked for" in note for note in walked.notes] == [True, True]
     [first] = (BaselineFiles(path.stem).read_facts() for path in baseline.folder().glob("*.json"))
     for path in baseline.folder().glob("*.json"):
         BaselineFiles(path.stem).states.unlink()
         path.unlink()
-    whole = evaluate(gguf, **QUICK, walk=False, engine="reference", source=tiny)
+    whole = evaluate(gguf, **QUICK, memory=MemoryLimits(walk=False), engine="reference", source=tiny)
     assert whole.notes == ()
     assert first == walked.baseline == whole.baseline
     assert figures(walked) == figures(whole)
@@ -80,7 +80,7 @@ def test_a_walk_that_is_asked_for_has_the_whole_models_figures(gguf, tiny):
 
 def test_what_fits_in_no_way_is_refused_before_any_work(deep, tiny, new_cache):
     with pytest.raises(ResourceError, match=r"block by block with reference would need .* for the process, .* free\."):
-        evaluate(str(deep), **QUICK, max_memory_gb=0.01)
+        evaluate(str(deep), **QUICK, memory=MemoryLimits(max_memory_gb=0.01))
     ended = fails("eval-ppl", tiny, *EVALUATION_FLAGS, "--max-memory-gb", 0.01)
     assert len(ended.err.splitlines()) == 1
     assert not new_cache.exists()
@@ -89,21 +89,25 @@ def test_what_fits_in_no_way_is_refused_before_any_work(deep, tiny, new_cache):
 def test_an_engine_that_was_named_is_not_replaced_and_probes_that_generate_are_refused(deep, tiny, windows):
     limit = between(deep, windows)
     with pytest.raises(ResourceError, match=r"with transformers would need .* Leave --engine out, or .* --no-walk"):
-        settled(deep, windows, engine="transformers", max_memory_gb=limit)
+        planned(deep, windows, engine="transformers", max_memory_gb=limit)
     with pytest.raises(RecipeError, match=r"transformers does not compute block by block\. Take --engine reference"):
-        settled(deep, windows, engine="transformers", walk=True)
-    ours = settled(deep, windows, engine="reference", max_memory_gb=limit)
+        planned(deep, windows, engine="transformers", walk=True)
+    ours = planned(deep, windows, engine="reference", max_memory_gb=limit)
     assert (ours.engine.name, ours.engine.walk, ours.engine.dtype) == ("reference", True, "bfloat16")
     with pytest.raises(RecipeError, match="the probe speed generates tokens"):
-        evaluate(str(tiny), **{**QUICK, "probes": ("speed", "perplexity")}, walk=True)
+        evaluate(str(tiny), **{**QUICK, "probes": ("speed", "perplexity")}, memory=MemoryLimits(walk=True))
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_kept_baseline_takes_no_memory(kept, gguf, tiny, windows):
+def test_a_stored_baseline_takes_no_memory(gguf, tiny):
     model, source = open_model(str(gguf.folder)), open_source(str(tiny))
-    chosen = choose(model, EngineSpec())
-    given = (model, chosen, WalkSpec(walk=True), windows.windows, source, lambda: kept, "transformers")
-    assert memory.settle(*given).baseline.walk is not kept
+    spec, text = EvaluationSpec(**QUICK), load_text(str(SAMPLE), "evaluation")
+
+    def plan():
+        return prepare(model, spec, text, choose(model), source, MemoryLimits(walk=True)).baseline_plan
+
+    assert plan().need.walk
+    evaluate(gguf, **QUICK, source=tiny)
+    assert plan() is None
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,7 @@ def test_a_walk_takes_the_sum_of_what_it_holds_at_once(made, waves, source_head,
     monkeypatch.setattr("quantkit.calibration.passes.WAVE_TOKENS", tokens)
     model = Model(gguf, None) if made else open_model(str(tiny))
     dtype, computed = ("bfloat16", 2) if made else ("float32", 4)
+    engine = replace(choose(model, "reference"), dtype=dtype)
     # A source's weights are read in their 2 bytes, an artifact's are unpacked: outside the blocks to 4 bytes.
     stored, unpacked, own_head = 4 if made else 2, 17 if made else 2, ROWS * WIDTH * 2
     for offload_bytes, kept in ((1 << 30, tokens * WIDTH * computed), (0, 0)):
@@ -123,7 +128,8 @@ def test_a_walk_takes_the_sum_of_what_it_holds_at_once(made, waves, source_head,
         embedding = tokens * WIDTH * (stored + 2 * computed) + (ROWS * WIDTH * stored if made else 0)
         block = BLOCK * computed + LAYER * unpacked + 2048 * FLOWING * computed
         logits = 3 * 256 * ROWS * 4
-        assert memory.walked(model, dtype, windows.windows, offload_bytes, source_head).phases == {
+        engine = replace(engine, offload_bytes=offload_bytes)
+        assert memory.need_by_block(model, engine, windows.windows, source_head).phases == {
             "the embedding": kept + heads + embedding,
             "a decoder block": kept + heads + block + GROWTH,
             "the output layer": kept + own_head + ROWS * WIDTH * stored + source_head + logits + GROWTH,

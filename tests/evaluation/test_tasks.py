@@ -8,10 +8,10 @@ from killed import forked
 from tiny_models import SAMPLE
 
 from quantkit.errors import DependencyError, RecipeError
-from quantkit.evaluation import harness
-from quantkit.evaluation.request import TaskSpec
-from quantkit.evaluation.tasks import evaluate_tasks
+from quantkit.evaluation.process import TaskSpec
+from quantkit.evaluation.tasks import evaluate_tasks, run_tasks
 from quantkit.progress import Progress
+from quantkit.recipe import EngineSpec
 
 pytest.importorskip("lm_eval")
 
@@ -43,6 +43,7 @@ metric_list:
 """,
 }
 CONTEXT = 64
+FLOAT32 = EngineSpec(dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def evaluate_with_the_harness(model, tasks, out):
 def test_figures_equal_the_harness_s_own(one_block, tasks, tmp_path):
     forked(partial(evaluate_with_the_harness, one_block, tasks, tmp_path / "foreign.json"), tmp_path / "log").wait(0)
     foreign = json.loads((tmp_path / "foreign.json").read_text())
-    report = evaluate_tasks(str(one_block), list(TASKS), include=tasks, n_ctx=CONTEXT, dtype="float32")
+    report = evaluate_tasks(str(one_block), list(TASKS), include=tasks, n_ctx=CONTEXT, engine=FLOAT32)
     assert set(report.results) == set(TASKS)
     for task, figures in report.results.items():
         for name, value in figures.items():
@@ -122,7 +123,7 @@ def test_tasks_are_looked_for_among_the_harness_s_own_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=TaskManager))
     with pytest.raises(RecipeError, match="no task 'other'"):
-        harness.run(None, None, TaskSpec(tasks=("hellaswag", "mine", "other")), Progress())
+        run_tasks(None, None, TaskSpec(tasks=("hellaswag", "mine", "other")), Progress())
 
 
 def test_what_cannot_run_is_refused_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from quantkit.errors import QuantkitError, RecipeError, SourceError, Unsupported
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
-from quantkit.recipe import EngineSpec
+from quantkit.recipe import EngineSpec, ModelRef
 from quantkit.serving.servers import plan
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -94,7 +94,7 @@ def test_a_revision_is_one_of_the_hub(one_block, gguf, tmp_path):
     file = gguf.folder / gguf.manifest.weight_files[0]
     for place in (one_block, file, gguf.folder):
         with pytest.raises(QuantkitError, match="--revision is for models of the hub"):
-            open_model(place, "main")
+            open_model(ModelRef(model=place, revision="main"))
     says = "Give the revision apart: some-org/some-model --revision v1.0"
     ended = fails("convert", "some-org/some-model@v1.0", "--method", "rtn", "--out", tmp_path / "out", says=says)
     assert ended.err.count("\n") == 1

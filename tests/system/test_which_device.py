@@ -83,7 +83,7 @@ def test_engines_compute_on_the_device_and_so_does_the_baseline(
     spec, text = EvaluationSpec(**EVALUATION), load_text(None, "evaluation")
     with pretended_device():
         judgement = prepare(model, spec, text, choose(model, EngineSpec(device=asked)), open_source(str(tiny)))
-    assert (judgement.engine.device, judgement.settled.baseline.device) == (computes, baseline)
+    assert (judgement.engine.device, judgement.baseline_plan.need.device) == (computes, baseline)
 
 
 def test_what_does_not_fit_into_a_gpu_is_computed_block_by_block_or_refused(tiny, free, new_cache, tmp_path):
@@ -97,7 +97,7 @@ def test_what_does_not_fit_into_a_gpu_is_computed_block_by_block_or_refused(tiny
     free(1 << 33)
     whole = settled()
     assert not whole.engine.walk
-    need = whole.settled.model.memory
+    need = whole.plan.need.memory
     free(need - 1)
     walked = settled()
     assert (walked.engine.walk, walked.engine.device) == (True, "card")

@@ -8,12 +8,9 @@ from tiny_llama import VOCABULARY
 from tiny_models import EVALUATION, changed_copy, quantkit, succeeds
 
 from quantkit import evaluate
-from quantkit.contracts.registry import find_probe
 from quantkit.data.prompts import PROMPTS
-from quantkit.probes import _generation
-from quantkit.probes._generation import Generation, generate
-from quantkit.probes.answers import _measured
-from quantkit.probes.throughput import GENERATED, PROMPT
+from quantkit.evaluation import probes
+from quantkit.evaluation.probes import GENERATED, READ, answer_figures, find_probe, generate, ms_per_token
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec
 
@@ -26,7 +23,7 @@ class Timed:
 
     def __init__(self, seconds, monkeypatch):
         self.now, self.left, self.asked = 100.0, list(seconds), list[tuple[list[int], int]]()
-        monkeypatch.setattr(_generation.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(probes.time, "perf_counter", lambda: self.now)
 
     def stream(self, ids, count):
         prompt, token = self.left.pop(0)
@@ -88,7 +85,7 @@ def test_throughput_by_hand_and_of_one_repeat_without_a_spread(monkeypatch):
         # llama-bench gives the standard deviation; the standard error is smaller.
         assert found[name].details["stdev"] == pytest.approx(statistics.stdev(want))
         assert found[name].stderr == pytest.approx(statistics.stdev(want) / 3**0.5)
-    assert [(len(ids), count) for ids, count in model.asked] == [(PROMPT, 1)] * 4 + [(1, GENERATED)] * 4
+    assert [(len(ids), count) for ids, count in model.asked] == [(READ, 1)] * 4 + [(1, GENERATED)] * 4
     assert all(0 <= token < 60 for ids, _ in model.asked for token in ids)
     found = run("throughput", Timed([(9.0, 9.0), (1.0, 0.0)] * 2, monkeypatch), n_ctx=101, repeats=1)
     assert list(found) == ["pp100@3", "tg100@3"]
@@ -96,8 +93,8 @@ def test_throughput_by_hand_and_of_one_repeat_without_a_spread(monkeypatch):
 
 
 def test_the_figures_by_hand():
-    answers = [Generation((0.5, 0.7, 1.0)), Generation((1.0, 2.0)), Generation((0.25,))]
-    found = {m.name: m for m in _measured(answers, 2)}
+    answers = [[0.5, 0.7, 1.0], [1.0, 2.0], [0.25]]
+    found = {m.name: m for m in answer_figures(answers, 2)}
     rates = [3 / 1.0, 2 / 2.0, 1 / 0.25]
     assert found["answers_tokens_per_second@2"].value == pytest.approx(np.mean(rates))
     assert found["answers_tokens_per_second@2"].stderr == pytest.approx(np.std(rates, ddof=1) / 3**0.5)
@@ -113,12 +110,9 @@ def test_the_figures_by_hand():
 
 def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch):
     job = SimpleNamespace(loaded=Timed([(1.0, 0.5), (2.0, 0.5)], monkeypatch))
-    made = generate(job, [7], 4)
-    assert made == Generation((1.0, 1.5, 2.0, 2.5))
-    assert (made.seconds, made.ttft_ms, made.ms_per_token) == (2.5, 1000.0, 500.0)
-    assert made.tokens_per_second == 4 / 2.5
-    assert made.gaps_ms == [500.0] * 3
-    assert generate(job, [7, 7], 4, frozenset({1, 3})) == Generation((2.0, 2.5))
+    assert generate(job, [7], 4) == [1.0, 1.5, 2.0, 2.5]
+    assert ms_per_token([1.0, 1.5, 2.0, 2.5]) == 500.0
+    assert generate(job, [7, 7], 4, frozenset({1, 3})) == [2.0, 2.5]
 
 
 def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_context_has(artifact_of, one_block):

@@ -1,9 +1,4 @@
-"""A linear layer on 4-bit codes: torch's int4 CPU kernel for a few rows (decoding), dense for many (prompts).
-
-Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in bfloat16.
-Its time grows with the rows, so more of them are multiplied with the dequantized weight. Where a model is judged that
-is from nine rows on, because the dequantized weight is exact; where it generates, from as many as make it faster.
-"""
+"""Linear layers that compute on stored codes: 4-bit codes, and 8-bit values whose inputs are rounded."""
 
 from __future__ import annotations
 
@@ -15,26 +10,26 @@ from torch import nn
 
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import product
+from quantkit.numerics.scaled.weight import ScaledWeight
 
-JUDGED_ROWS = 8  # at most, on the kernel
+EVALUATED_ROWS = 8  # at most, on the kernel
 GENERATED_ROWS = 64
 KERNEL_GROUPS = (256, 128, 64, 32)
-SLAB_ELEMENTS = 1 << 18  # that are dequantized together, so that they stay in the processor's cache
 KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
+INT4_SLAB = 1 << 18  # elements that are dequantized together, so that they stay in the processor's cache
+SCALED_SLAB = 1 << 20  # elements of the weight that are wide at a time
 
 
 def kernel_group(weight: GroupedWeight) -> int:
-    """The columns that share a scale in the kernel: the widest size that it knows and that divides the groups, or 0."""
+    """Return the columns that share a scale in the int4 kernel: its widest size that divides the groups, or 0.
+
+    It is 0 if the kernel cannot run this layer: it needs up to 4 bits and equal groups of a multiple of 32 columns.
+    """
     k, groups = weight.shape[1], weight.scales.shape[1]
     sizes = torch.bincount(weight.g_idx, minlength=groups)
     if weight.bits > 4 or k % groups or not bool((sizes == k // groups).all()):
         return 0
     return next((size for size in KERNEL_GROUPS if (k // groups) % size == 0), 0)
-
-
-def kernel_takes(weight: GroupedWeight) -> bool:
-    """Whether the kernel can run this layer: up to 4 bits, equal groups of a multiple of 32 columns."""
-    return kernel_group(weight) > 0
 
 
 @contextmanager
@@ -47,11 +42,17 @@ def generating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            layer.kernel_rows = JUDGED_ROWS
+            layer.kernel_rows = EVALUATED_ROWS
 
 
 class Int4Linear(nn.Module):
-    """y = x W^T + b for a GroupedWeight W (N, K). Holds 1 byte a weight: kernel words and codes for prompts."""
+    """y = x W^T + b for a GroupedWeight W (N, K): torch's int4 CPU kernel for few rows, dense for many.
+
+    Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in
+    bfloat16. Its time grows with the rows, so more of them are multiplied with the dequantized weight: in an evaluation
+    from nine rows on, because the dequantized weight is exact; in generation from as many as make it faster.
+    Holds 1 byte a weight: kernel words and codes for prompts.
+    """
 
     def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,18 +67,16 @@ class Int4Linear(nn.Module):
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)
         scales = weight.scales.to(torch.float32).repeat_interleave(repeats, 1)
         shift = (8 - weight.zeros.to(torch.float32).repeat_interleave(repeats, 1)) * scales
-        scales, shift = (nn.functional.pad(part, (0, 0, 0, padding)) for part in (scales, shift))
-        self.scale_zero = torch.stack([scales.T, shift.T], -1).to(dtype).contiguous()
-        self.scales, self.shift = scales, shift
+        self.scales, self.shift = (nn.functional.pad(part, (0, 0, 0, padding)) for part in (scales, shift))
+        self.scale_zero = torch.stack([self.scales.T, self.shift.T], -1).to(dtype).contiguous()
         self.register_parameter("bias", bias)
-        self.dtype = dtype
-        self.kernel_rows = JUDGED_ROWS
+        self.dtype, self.kernel_rows = dtype, EVALUATED_ROWS
 
     def dense(self) -> torch.Tensor:
-        """W (N, K) in the layer's dtype, columns in the kernel's order."""
+        """Return W (N, K) in the layer's dtype, columns in the kernel's order."""
         width = 2 * self.codes.shape[1]
         weight = torch.empty(self.rows, width, dtype=self.dtype)
-        step = max(1, SLAB_ELEMENTS // width)
+        step = max(1, INT4_SLAB // width)
         for start in range(0, self.rows, step):
             rows = slice(start, min(start + step, self.rows))
             pairs = self.codes[rows]
@@ -98,3 +97,26 @@ class Int4Linear(nn.Module):
             y = product(flat, self.dense())
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], -1)
+
+
+class ScaledLinear(nn.Module):
+    """y = round(x) W^T + b in float32 for a ScaledWeight W (N, K) with `inputs`. Holds a byte a weight, as stored.
+
+    The products of codes that vLLM's kernels sum exactly or in float32 are those of the rounded inputs and the
+    dequantized weight here, which is widened some rows at a time.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: ScaledWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inputs, self.dtype = weight.inputs, dtype
+        self.slabs = weight.split(max(1, SCALED_SLAB // weight.shape[1]))
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) -> (..., N)."""
+        wide = x.float() if self.inputs is None else self.inputs.rounded(x)
+        y = torch.cat([nn.functional.linear(wide, slab.dense()) for slab in self.slabs], -1)
+        y = y if self.bias is None else y + self.bias.float()
+        return y.to(self.dtype)

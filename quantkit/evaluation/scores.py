@@ -1,8 +1,8 @@
-"""What is kept of every judged position, and the figures that come of it.
+"""The record of a scored position, and the figures that are computed from all of them.
 
-With the source's logits beside the judged model's, each position gives the Kullback-Leibler divergence of the judged
-next-token distribution from the source's, in nats, and whether both have the same most likely token. The figures are
-those of llama.cpp's `llama-perplexity --kl-divergence`; their formulas are in docs/measuring.md.
+With the source's logits, each position gives the Kullback-Leibler divergence of the model's next-token distribution
+from the source's, in nats, and whether both have the same most likely token. The figures are those of llama.cpp's
+`llama-perplexity --kl-divergence`; their formulas are in docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.contracts.windows import Cut
 from quantkit.report.records import Measurement
 from quantkit.report.statistics import mean_and_error
 
@@ -58,11 +59,26 @@ def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:
     return perplexity, perplexity * error
 
 
-def perplexity_of(positions: Positions, **details: float) -> list[Measurement]:
-    """The perplexity of all positions, with `details` beside the mean."""
+def figures_of(positions: Positions, cut: Cut, **details: float) -> list[Measurement]:
+    """Return all figures of the scored positions of a cut, in its order; `details` go to the perplexity's.
+
+    Figures that are means over positions come with their sums over each window.
+    """
     value, stderr = summarize(positions["nll"])
     every: dict[str, float | str] = {"mean_nll": float(positions["nll"].mean()), **details}
-    return [Measurement(name="perplexity", value=value, unit="", n=len(positions), stderr=stderr, details=every)]
+    n = len(positions)
+    measured = [Measurement(name="perplexity", value=value, unit="", n=n, stderr=stderr, details=every)]
+    measured += divergence_of(positions)
+    sizes = [len(window.targets) for window in cut.windows]
+    starts = np.cumsum([0, *sizes[:-1]])
+    for i, one in enumerate(measured):
+        if field := MEANS.get(one.name):
+            sums = np.add.reduceat(positions[field], starts).tolist()
+            measured[i] = one.model_copy(update={"sums": tuple(sums)})
+    if cut.about.documents:
+        document = np.repeat([window.document for window in cut.windows], sizes)
+        measured = [*text_rates(positions, document, cut.sizes[:, 0], cut.sizes[:, 1]), *measured]
+    return measured
 
 
 def divergence_of(positions: Positions) -> list[Measurement]:
@@ -96,17 +112,6 @@ def divergence_of(positions: Positions) -> list[Measurement]:
         figure("source_perplexity", source, source_error, ""),
     ]  # fmt: skip
     return [one for one in measured if math.isfinite(one.value)]  # a single position has no correlation
-
-
-def with_sums(measured: list[Measurement], positions: Positions, sizes: list[int]) -> list[Measurement]:
-    """The same figures, each that is a mean of a field of the positions with the field's sum over each window."""
-    starts = np.cumsum([0, *sizes[:-1]])
-    return [
-        one.model_copy(update={"sums": tuple(np.add.reduceat(positions[MEANS[one.name]], starts).tolist())})
-        if one.name in MEANS
-        else one
-        for one in measured
-    ]
 
 
 def text_rates(

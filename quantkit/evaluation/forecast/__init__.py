@@ -1,1 +1,0 @@
-"""What a judgement takes: memory, disk, and time."""

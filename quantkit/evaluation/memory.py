@@ -1,0 +1,279 @@
+"""Peak memory of an evaluation, and which models are computed block by block because they do not fit whole.
+
+The peak is that of a process that computes one model: its libraries, the weights that the engine holds, activations,
+logits and, for divergences, the source's output layer. Files that are only mapped into memory are not counted: the
+system takes their pages back. On a GPU the estimate is of the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quantkit.checkpoints.safetensors import ITEM_BYTES
+from quantkit.contracts.engine import Engine, WeightStats
+from quantkit.contracts.format import Format
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_engine
+from quantkit.contracts.windows import BATCH_TOKENS, Window, positions_in, tokens_in
+from quantkit.errors import RecipeError, ResourceError, UnsupportedError
+from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, own_device, require
+from quantkit.models.config import beside_states, open_config
+from quantkit.models.source import Source
+from quantkit.recipe import MemoryLimits
+from quantkit.system.device import CPU, memory_of
+from quantkit.system.memory import GROWTH, free_memory
+from quantkit.system.sizes import told_apart
+from quantkit.untrusted import told
+
+FLOAT32 = "float32"
+ITEM = {FLOAT32: 4, "bfloat16": 2, "float16": 2}
+MB = 1_000_000
+PROCESS = 440 * MB  # libraries, once they have computed something
+OFFLOAD_BYTES = 20 * MB
+LOGIT_ROWS = 256  # positions that go through an output layer together
+SLAB_BYTES = 34 * MB  # of the source's output layer that are wide at a time
+RECORD_BYTES = 32  # stored of a scored position
+CODES = 17  # bytes a weight while a layer's codes are unpacked
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of the memory of `device` that one model takes by phase; none where the engine's memory is not known."""
+
+    engine: str
+    walk: bool = False
+    phases: Mapping[str, int] = field(default_factory=dict)
+    device: str = CPU
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes at the peak."""
+        return PROCESS + max(self.phases.values()) if self.phases else None
+
+    @property
+    def words(self) -> str:
+        """For the screen."""
+        how = f"{self.engine}, block by block" if self.walk else self.engine
+        return how if self.memory is None else f"{how}, {self.memory / 1e9:.2f} GB"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The engine that computes one model, whole or block by block, the memory that it needs, and notes."""
+
+    engine: ChosenEngine
+    need: MemoryNeed
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Sizes of a model: `flowing` values of a token go from block to block, `tables` are in a token's embeddings."""
+
+    vocabulary: int
+    hidden: int
+    inner: int
+    tied: bool
+    blocks: int
+    flowing: int
+    tables: int
+
+    @property
+    def head(self) -> int:
+        """Weights of the output layer."""
+        return self.vocabulary * self.hidden
+
+    def activations(self, tokens: int, item: int) -> int:
+        """Bytes of a batch inside a block: the residual and what attention has of it, and the widest layer."""
+        values = 7 * self.hidden + self.flowing + 4 * max(self.inner, 3 * self.hidden)
+        return max(BATCH_TOKENS, tokens) * item * values
+
+    @property
+    def logits(self) -> int:
+        """Bytes of the logits that are in memory together."""
+        return 3 * LOGIT_ROWS * self.vocabulary * 4
+
+
+def dims_of(config: dict[str, Any]) -> ModelDims:
+    """Return the sizes of the model of a config.json; raises UnsupportedError."""
+    settings = open_config(config).get_text_config()
+    with told("the sizes in config.json cannot be used", UnsupportedError):
+        hidden = int(settings.hidden_size)
+        inner = getattr(settings, "intermediate_size", None) or getattr(settings, "ffn_dim", None) or 4 * hidden
+        beside = beside_states(settings)
+        return ModelDims(
+            vocabulary=int(settings.vocab_size),
+            hidden=hidden,
+            inner=max(inner) if isinstance(inner, list) else int(inner),
+            tied=bool(getattr(settings, "tie_word_embeddings", False)),
+            blocks=max(1, int(settings.num_hidden_layers)),
+            flowing=hidden * beside.states + beside.of_text + beside.shared,
+            tables=hidden + beside.of_text,
+        )
+
+
+def stats_of(model: Model) -> WeightStats:
+    """Return what engines derive the memory of a model's weights from."""
+    dims = dims_of(model.config)
+    recipe = None if model.artifact is None else model.artifact.manifest.recipe
+    return WeightStats(
+        format=model.format,
+        parameters=model.parameters,
+        outside=min(dims.head if dims.tied else 2 * dims.head, model.parameters),
+        weight_bytes=sum(path.stat().st_size for path in model.weight_files),
+        dtype=model.dtype,
+        bits=None if recipe is None else recipe.bits,
+    )
+
+
+def need_whole(
+    engine: Engine,
+    stats: WeightStats,
+    dims: ModelDims,
+    windows: tuple[Window, ...],
+    dtype: str | None = None,
+    head: int = 0,
+    device: str = CPU,
+) -> MemoryNeed:
+    """Return what a model takes that is loaded whole; `head` are bytes of the source's output layer."""
+    if engine.holds is None:
+        return MemoryNeed(engine.name, device=device)
+    tokens = max(len(window.ids) for window in windows)
+    # Engines that do not compute in torch give the logits of a window at once, which are copied.
+    logits = dims.logits if engine.reads_values else max(dims.logits, 2 * tokens * dims.vocabulary * 4)
+    activations = dims.activations(tokens, ITEM.get(dtype or stats.dtype, 4))
+    weights = engine.holds(stats, dtype) + activations + logits + head + GROWTH
+    return MemoryNeed(engine.name, phases={"its weights": weights}, device=device)
+
+
+def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...], head: int) -> MemoryNeed:
+    """Return what a model takes that is computed block by block; `head` as in `need_whole`."""
+    from torch import nn
+
+    from quantkit.models.skeleton import open_skeleton
+
+    dims, item = dims_of(model.config), ITEM[engine.dtype or FLOAT32]
+    sizes, layers = [], []
+    for block in open_skeleton(model.config).blocks:
+        sizes.append(sum(p.numel() for p in block.parameters()))
+        layers += [m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear)]
+    wave = wave_tokens(windows)
+    states = wave * dims.flowing * item
+    states = states if states <= engine.offload_bytes else 0
+    stored = _stored_item(model)
+    plain = model.source is not None and model.source.quantization is None
+    rows = min(dims.vocabulary, wave) * dims.tables
+    own_head = dims.head * (item if stored > item or not plain else min(stored, item))
+    reading = dims.head * stored
+    later = own_head + head if tokens_in(windows) > wave else 0  # next to the next windows' blocks
+    unpacking = max(layers, default=0) * (stored if plain else CODES)
+    activations = dims.activations(max(len(window.ids) for window in windows), item)
+    phases = {
+        "the embedding": states + later + rows * (stored + 2 * item) + (0 if plain else reading),
+        "a decoder block": states + later + max(sizes) * item + unpacking + activations + GROWTH,
+        "the output layer": states + own_head + reading + head + dims.logits + GROWTH,
+    }
+    return MemoryNeed(REFERENCE, True, phases, engine.device)
+
+
+def need_of_copy(
+    source: Source, kind: Format, nbytes: int, bits: str | None, windows: tuple[Window, ...]
+) -> MemoryNeed:
+    """Return what an artifact of `nbytes` takes whole that is still to be made of `source`, in its first engine."""
+    stats = replace(stats_of(Model(None, source)), format=kind.name, weight_bytes=nbytes, bits=bits)
+    dims = dims_of(source.config)
+    return need_whole(find_engine(kind.engines[0]), stats, dims, windows, head=source_head_bytes(source))
+
+
+def source_head_bytes(source: Source) -> int:
+    """Return the bytes of the source's output layer, from which divergences are computed."""
+    return dims_of(source.config).head * _stored_item(Model(None, source)) + SLAB_BYTES
+
+
+def wave_tokens(windows: tuple[Window, ...]) -> int:
+    """Return the number of tokens that go through all blocks together in a walk."""
+    from quantkit.calibration.passes import WAVE_TOKENS
+
+    return min(tokens_in(windows), max(WAVE_TOKENS, *(len(window.ids) for window in windows)))
+
+
+def disk_of(windows: tuple[Window, ...], plans: list[MemoryPlan], dims: ModelDims, divergence: bool) -> int:
+    """Return the bytes of temporary files: scored positions, the baseline, hidden states that do not stay in memory."""
+    positions = positions_in(windows)
+    baseline = 2 * positions * dims.hidden if divergence else 0
+    states = 4 * dims.flowing * wave_tokens(windows)
+    offloaded = any(plan.engine.walk and states > plan.engine.offload_bytes for plan in plans)
+    return RECORD_BYTES * positions + baseline + states * offloaded
+
+
+def plan_memory(
+    model: Model,
+    engine: ChosenEngine,
+    limits: MemoryLimits,
+    windows: tuple[Window, ...],
+    head: int = 0,
+    what: str = "it",
+) -> MemoryPlan:
+    """Decide who computes a model: `engine` whole if that fits, else our own reader block by block.
+
+    `what` names the model in notes. Raises ResourceError with the figures if it does not fit, RecipeError for an engine
+    that was asked for and cannot walk.
+    """
+    found, stats = find_engine(engine.name), stats_of(model)
+    need = need_whole(found, stats, dims_of(model.config), windows, engine.dtype, head, engine.device)
+    if limits.walk is False or (_fits(need, limits) and not limits.walk):
+        return MemoryPlan(engine, need)
+    if engine.named and not found.walks:
+        if limits.walk:
+            raise RecipeError(f"the engine {engine.name} does not compute block by block. Take --engine {REFERENCE}.")
+        raise _too_much(model, need, limits, "Leave --engine out, or try it all the same with --no-walk.")
+    dtype = engine.dtype or ("bfloat16" if model.source is None else stats.dtype)
+    find_engine(REFERENCE).refuse(dtype)
+    offload_bytes = OFFLOAD_BYTES if limits.offload_gb is None else int(limits.offload_gb * 1e9)
+    changed = replace(
+        engine, name=REFERENCE, version=engine.version if found.walks else require(find_engine(REFERENCE)),
+        dtype=dtype, python=sys.executable, walk=True, offload_bytes=offload_bytes,
+        device=own_device(engine.asked_device),
+    )  # fmt: skip
+    walking = need_by_block(model, changed, windows, head)
+    if not _fits(walking, limits):
+        raise _too_much(model, walking, limits, "Give shorter windows, or take a machine with more memory.")
+    note = f"{what} was computed block by block by our own reader, as was asked for"
+    if not limits.walk:
+        needed, free = told_apart(need.memory or 0, _limit(need.device, limits))
+        note = (
+            f"{what} was computed block by block by our own reader: {engine.name} would need {needed} of "
+            f"{memory_of(need.device)} for all of it, and {free} were free"
+        )
+    return MemoryPlan(changed, walking, (note,))
+
+
+def _limit(device: str, limits: MemoryLimits) -> int:
+    """Most bytes to take of a device's memory: what the user gave, else what is free there."""
+    return free_memory(device) if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
+
+
+def _fits(need: MemoryNeed, limits: MemoryLimits) -> bool:
+    return need.memory is None or need.memory <= _limit(need.device, limits)
+
+
+def _too_much(model: Model, need: MemoryNeed, limits: MemoryLimits, fix: str) -> ResourceError:
+    needed, free = told_apart(need.memory or 0, _limit(need.device, limits))
+    phase = max(need.phases, key=lambda name: need.phases[name])
+    how = "block by block " if need.walk else ""
+    return ResourceError(
+        f"evaluating {shlex.quote(model.label)} {how}with {need.engine} would need {needed} of "
+        f"{memory_of(need.device)} ({PROCESS / 1e9:.2f} GB for the process, {need.phases[phase] / 1e9:.2f} GB for "
+        f"{phase}), and {free} are free. {fix}"
+    )
+
+
+def _stored_item(model: Model) -> int:
+    """Bytes of a value outside the blocks as it is read."""
+    if model.source is None:
+        return 4
+    return max((ITEM_BYTES.get(info.dtype, 4) for info in model.source.tensors.values()), default=4)

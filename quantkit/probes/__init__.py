@@ -1,1 +1,0 @@
-"""One file a measurement; each holds a record named PROBE."""
