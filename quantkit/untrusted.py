@@ -121,9 +121,12 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
 
 
 def _without_halves(value: Any, text: str) -> Any:
-    """The value; raises UnicodeEncodeError where `text` escapes half of a character, which no UTF-8 file can hold."""
+    """The value; raises ValueError where `text` escapes half of a character, which no UTF-8 file can hold."""
     if re.search(r"\\(?:u|U0000)[dD][89a-fA-F]", text):
-        json.dumps(value, ensure_ascii=False, default=str).encode()
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text holds half of a character, which is no UTF-8") from None
     return value
 
 

@@ -62,7 +62,7 @@ class _Read(Source):
     def __init__(
         self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path | None = None
     ) -> None:
-        self.config, self.folder = config, folder or Path()
+        self.config, self.whole_config, self.folder = config, config, folder or Path()
         self.tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:

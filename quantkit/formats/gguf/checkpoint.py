@@ -84,6 +84,7 @@ class GgufCheckpoint(Source):
         self.config["tie_word_embeddings"] = (row.head if row else "") not in shapes
         self.config |= row.multiplied if row else {}  # a file has them in its weights
         self.config |= {ROWS: shapes[TABLE][0]} if TABLE in shapes else {}  # and as many rows as tokens
+        self.whole_config = self.config
         try:
             with told(f"{path} cannot be read as a checkpoint", ArtifactError, GIVE_CONFIG):
                 _refuse_other_meaning(self, keys, rope_divisors(path))
@@ -91,7 +92,6 @@ class GgufCheckpoint(Source):
             raise UnsupportedError(
                 f"{path} as a checkpoint would compute something else: {str(error).rstrip('.')}. {GIVE_CONFIG}"
             ) from None
-        self.whole_config = self.config
         self.tokenizer()  # refuses
 
     @property
