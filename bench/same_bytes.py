@@ -55,7 +55,7 @@ GROUPED: dict[str, list[tuple[str, dict[str, object]]]] = {
         *((bits, {}) for bits in ("2", "3", "4", "8", "nvfp4", "mxfp4")),
         *(("4", form) for form in (AWQ_LAYOUT, PACKED, GGUF)),
         *(("4", {"group_size": size}) for size in (32, -1)),
-        *(("4", {"sym": False} | form) for form in ({}, AWQ_LAYOUT, PACKED, GGUF)),
+        *(("4", {"sym": False} | form) for form in ({}, AWQ_LAYOUT, PACKED)),
         ("4", {"layer_bits": {"down_proj": 8}}),
         ("mxfp4", GGUF),
     ],
@@ -133,9 +133,13 @@ import torch
 import quantkit
 torch.set_num_threads(1)
 for name, model, method, bits, out, calibration, options in json.loads(sys.argv[1]):
-    artifact = quantkit.convert(model, method, bits, out, calibration=calibration, **options)
-    files = {file: hashlib.sha256((artifact.folder / file).read_bytes()).hexdigest()
-             for file in artifact.manifest.weight_files}
+    try:
+        artifact = quantkit.convert(model, method, bits, out, calibration=calibration, **options)
+    except quantkit.QuantkitError as error:
+        files = {"refused": type(error).__name__}
+    else:
+        files = {file: hashlib.sha256((artifact.folder / file).read_bytes()).hexdigest()
+                 for file in artifact.manifest.weight_files}
     print(json.dumps([name, files]), flush=True)
 """
 
@@ -190,7 +194,7 @@ def _save(model: Path, folder: Path, tensors: dict[str, torch.Tensor], changed: 
 
 
 def hashes(asked: list[Case], folder: Path) -> dict[str, dict[str, str]]:
-    """sha256 of each weight file by the case's name, of conversions in one process; raises RuntimeError."""
+    """sha256 of each weight file by the case's name, of conversions in one process; of a refused one its error."""
 
     def out(name: str) -> str:
         return str(folder / name.replace("/", "-"))
@@ -242,7 +246,7 @@ def main() -> int:
                 verdict = "new" if name not in known else "equal" if known[name] == files else "DIFFERS"
                 differing += verdict == "DIFFERS"
                 missing += verdict == "new"
-                print(f"{verdict:<8} {name}", flush=True)
+                print(f"{verdict:<8} {name}{' refused' if 'refused' in files else ''}", flush=True)
                 if given.record:
                     known[name] = files
     if given.record:
