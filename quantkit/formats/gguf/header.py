@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,6 +58,15 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Share:
+    """All tensors of one type together."""
+
+    tensors: int
+    weights: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Header:
     """Keys with their values, and tensors, in the order of the file."""
 
@@ -70,6 +79,39 @@ class Header:
     def unusual(self) -> tuple[str, ...]:
         """Keys of whole numbers of another width than 32 bits, or with a sign."""
         return tuple(key for key, value in self.keys.items() if type(value) is int and self.kinds[key] != (UINT32,))
+
+    @property
+    def weights(self) -> int:
+        """Of all tensors together."""
+        return sum(t.weights for t in self.tensors)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the whole file, as an artifact's manifest has it."""
+        return bits_per_weight(self.path.stat().st_size, self.weights)
+
+    @property
+    def tensor_bits_per_weight(self) -> float:
+        """Of its tensors without keys and tokenizer, which llama.cpp calls BPW."""
+        return bits_per_weight(sum(t.nbytes for t in self.tensors), self.weights)
+
+    def shares(self) -> dict[str, Share]:
+        """By type, the one with the most weights first."""
+        shares: dict[str, Share] = {}
+        for t in self.tensors:
+            before = shares.get(t.type, Share(0, 0, 0))
+            shares[t.type] = Share(before.tensors + 1, before.weights + t.weights, before.nbytes + t.nbytes)
+        return dict(sorted(shares.items(), key=lambda item: -item[1].weights))
+
+    def to_values(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "keys": self.keys,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "tensor_bits_per_weight": round(self.tensor_bits_per_weight, 4),
+            "types": {name: vars(share) for name, share in self.shares().items()},
+            "tensors": [{name: value for name, value in vars(t).items() if name != "start"} for t in self.tensors],
+        }
 
     def count(self, key: str, least: int, most: int, default: int | None = None) -> int:
         """The whole number at `key`; raises ArtifactError for another kind, one out of range, or none."""
@@ -212,59 +254,16 @@ def _padded(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
 
 
-@dataclass(frozen=True)
-class Share:
-    """All tensors of one type together."""
+def contents_of(path: Path) -> Header:
+    """Read the header of `path`, or of the one GGUF file in that folder, its lists cut to what fits on a screen.
 
-    tensors: int
-    weights: int
-    nbytes: int
-
-
-class Contents(Header):
-    """A file's keys, lists cut to what fits on a screen, and its tensors in the order of the file."""
-
-    @property
-    def weights(self) -> int:
-        """Of all tensors together."""
-        return sum(t.weights for t in self.tensors)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Of the whole file, as an artifact's manifest has it."""
-        return bits_per_weight(self.path.stat().st_size, self.weights)
-
-    @property
-    def tensor_bits_per_weight(self) -> float:
-        """Of its tensors without keys and tokenizer, which llama.cpp calls BPW."""
-        return bits_per_weight(sum(t.nbytes for t in self.tensors), self.weights)
-
-    def shares(self) -> dict[str, Share]:
-        """By type, the one with the most weights first."""
-        shares: dict[str, Share] = {}
-        for t in self.tensors:
-            before = shares.get(t.type, Share(0, 0, 0))
-            shares[t.type] = Share(before.tensors + 1, before.weights + t.weights, before.nbytes + t.nbytes)
-        return dict(sorted(shares.items(), key=lambda item: -item[1].weights))
-
-    def to_values(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {
-            "keys": self.keys,
-            "bits_per_weight": round(self.bits_per_weight, 4),
-            "tensor_bits_per_weight": round(self.tensor_bits_per_weight, 4),
-            "types": {name: vars(share) for name, share in self.shares().items()},
-            "tensors": [{name: value for name, value in vars(t).items() if name != "start"} for t in self.tensors],
-        }
-
-
-def contents_of(path: Path) -> Contents:
-    """Read keys and tensor list of `path`, or of the one GGUF file in that folder; raises ArtifactError."""
+    Raises ArtifactError.
+    """
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) != 1:
         raise ArtifactError(f"{path} holds {len(files)} GGUF files. Give one file.")
     header = read_header(files[0])
-    return Contents(files[0], {name: _shown(value) for name, value in header.keys.items()}, header.tensors)
+    return replace(header, keys={name: _shown(value) for name, value in header.keys.items()})
 
 
 def _shown(value: Any) -> Any:

@@ -8,24 +8,11 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats.gguf import shapes
 from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
 from quantkit.formats.gguf.architectures.record import Architecture, Setting, of_config
 from quantkit.formats.gguf.rope import MOST, rope_of
-from quantkit.formats.gguf.shapes import (
-    BLOCKS,
-    CONTEXT,
-    EXPERTS,
-    HIDDEN,
-    INNER,
-    KEY_HEADS,
-    KEY_LENGTH,
-    NUMBERS,
-    QUERY_HEADS,
-    ROTATED,
-    VALUE_LENGTH,
-    ModelShape,
-    Value,
-)
+from quantkit.formats.gguf.shapes import ModelShape, Value
 from quantkit.models.source import Source
 from quantkit.untrusted import shown, told, whole_number
 
@@ -36,14 +23,14 @@ def _head_size(config: Any) -> int:
 
 # Where the common numbers stand in a configuration of transformers; an architecture may say otherwise.
 COMMON: dict[str, Setting] = {
-    BLOCKS: "num_hidden_layers",
-    CONTEXT: "max_position_embeddings",
-    HIDDEN: "hidden_size",
-    INNER: "intermediate_size",
-    QUERY_HEADS: "num_attention_heads",
-    KEY_HEADS: lambda config: getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-    KEY_LENGTH: _head_size,
-    EXPERTS: lambda _config: 0,
+    shapes.BLOCKS: "num_hidden_layers",
+    shapes.CONTEXT: "max_position_embeddings",
+    shapes.HIDDEN: "hidden_size",
+    shapes.INNER: "intermediate_size",
+    shapes.QUERY_HEADS: "num_attention_heads",
+    shapes.KEY_HEADS: lambda config: getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    shapes.KEY_LENGTH: _head_size,
+    shapes.EXPERTS: 0,
 }
 GROUPS, GROUPS_USED = "expert_group_count", "expert_group_used_count"
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
@@ -64,7 +51,7 @@ def find_architecture(source: Source) -> Architecture:
             f"Known: {', '.join(KNOWN)}."
         )
     row = KNOWN[source.architecture]
-    if row.name_with_experts and of_config(source.settings, row.keys[EXPERTS]):
+    if row.name_with_experts and of_config(source.settings, row.keys[shapes.EXPERTS]):
         return replace(row, name=row.name_with_experts)
     return row
 
@@ -78,6 +65,7 @@ def read_shape(source: Source) -> ModelShape:
     with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
         for name, known in row.required_config.items():
             allowed = known(config) if callable(known) else known
+            allowed = allowed if isinstance(allowed, tuple) else (allowed,)
             value = of_config(config, name)
             of_blocks = list(value)[: config.num_hidden_layers] if isinstance(value, list | tuple) else value
             if value not in allowed and of_blocks not in allowed:
@@ -86,16 +74,16 @@ def read_shape(source: Source) -> ModelShape:
         for check in row.checks:
             if (reason := check(config)) is not None:
                 raise UnsupportedError(f"{source.model} has {reason}")
-        settings = COMMON | {VALUE_LENGTH: row.keys.get(KEY_LENGTH, _head_size)} | dict(row.keys)
-        numbers: dict[str, Value] = {key: _number(source, key, settings[key]) for key in NUMBERS}
+        settings = COMMON | {shapes.VALUE_LENGTH: row.keys.get(shapes.KEY_LENGTH, _head_size)} | dict(row.keys)
+        numbers: dict[str, Value] = {key: _number(source, key, settings[key]) for key in shapes.NUMBERS}
         shape = ModelShape(
-            numbers, _number(source, "vocabulary", "vocab_size"), of_config(config, row.gate),
+            numbers, _count(source, "vocab_size", config.vocab_size, 1, MOST), of_config(config, row.gate),
             bool(config.tie_word_embeddings),
         )  # fmt: skip
         _refuse_counts(source, row, shape)
-        keys = {key: of_config(config, setting) for key, setting in row.keys.items() if key not in NUMBERS}
-        turned = keys.get(ROTATED) or shape.heads.size
-        rope_keys, factors = rope_of(source, row, config, turned, shape.number(CONTEXT))
+        keys = {key: of_config(config, setting) for key, setting in row.keys.items() if key not in shapes.NUMBERS}
+        turned = keys.get(shapes.ROTATED) or shape.heads.size
+        rope_keys, factors = rope_of(source, row, config, turned, shape.number(shapes.CONTEXT))
         stored = {
             key: _stored_value(source, key, value) for key, value in (rope_keys | keys).items() if value is not None
         }
@@ -103,7 +91,7 @@ def read_shape(source: Source) -> ModelShape:
     if isinstance(used, int) and not 1 <= used <= shape.experts:
         raise UnsupportedError(f"{source.model}: config.json lets each token use {used} of {shape.experts} experts")
     if not shape.experts:
-        del numbers[EXPERTS]
+        del numbers[shapes.EXPERTS]
     groups = _expert_groups(source, shape.experts, stored)
     return replace(shape, keys=numbers | stored | groups, factors=factors)
 
@@ -111,17 +99,18 @@ def read_shape(source: Source) -> ModelShape:
 def _number(source: Source, key: str, setting: Setting) -> int | list[int]:
     """A count or size, or the list of each block's, as far as a file can hold it; raises UnsupportedError."""
     called = setting if isinstance(setting, str) else key
-    most = {BLOCKS: MOST_BLOCKS, EXPERTS: MOST_EXPERTS}.get(key, MOST)
+    most = {shapes.BLOCKS: MOST_BLOCKS, shapes.EXPERTS: MOST_EXPERTS}.get(key, MOST)
     given = of_config(source.settings, setting)
-    listed = isinstance(given, list)
-    found = [
-        whole_number({called: one}, called, 0 if listed or key == EXPERTS else 1, most, source.model, UnsupportedError)
-        for one in (given if listed else [given])
-    ]
-    whole = [number for number in found if number is not None]
-    if len(whole) < max(len(found), 1):
+    if isinstance(given, list):
+        return [_count(source, called, one, 0, most) for one in given]
+    return _count(source, called, given, 0 if key == shapes.EXPERTS else 1, most)
+
+
+def _count(source: Source, called: str, value: Any, least: int, most: int) -> int:
+    number = whole_number({called: value}, called, least, most, source.model, UnsupportedError)
+    if number is None:
         raise UnsupportedError(f"{source.model}: config.json says no {called}")
-    return whole if listed else whole[0]
+    return number
 
 
 def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None:
@@ -176,6 +165,6 @@ def ignored_window(source: Source, shape: ModelShape) -> int | None:
     """Return the attention window in tokens that llama.cpp ignores; None where it follows it or it changes nothing."""
     window = whole_number(source.config, "sliding_window", 0, MOST, source.model, UnsupportedError)
     used = source.config.get("use_sliding_window", source.architecture not in ("qwen2", "qwen3", "qwen3_moe"))
-    if find_architecture(source).follows_window or not used or not window or window >= shape.number(CONTEXT):
+    if find_architecture(source).follows_window or not used or not window or window >= shape.number(shapes.CONTEXT):
         return None
     return window

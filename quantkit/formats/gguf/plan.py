@@ -171,10 +171,13 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
     choices = choose_types(shapes, file_type, counts, types)
     tensors = []
     for name, choice in choices.items():
-        slot, parts = filled.slots.get(name, (None, {}))
-        kind = ZEROS if slot and not parts and choice.type in IMPORTANCE_ONLY else choice.type
-        tensors.append(PlannedTensor(name, kind, shapes[name], parts, slot, shape.factors.get(name)))
-        if slot is not None and parts:
+        if name in shape.factors:
+            tensors.append(PlannedTensor(name, choice.type, shapes[name], {}, values=shape.factors[name]))
+            continue
+        slot, parts = filled.slots[name]
+        kind = ZEROS if not parts and choice.type in IMPORTANCE_ONLY else choice.type
+        tensors.append(PlannedTensor(name, kind, shapes[name], parts, slot))
+        if parts:
             with told(f"{source.model}: the rows of {name} cannot be put in order", UnsupportedError):
                 _ = slot.rows, slot.columns
     return Plan(source, row, shape, tuple(tensors), choices, filled.scalars)

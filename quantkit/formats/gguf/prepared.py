@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 
 from quantkit.checkpoints.rows import FLOATS
@@ -42,9 +41,9 @@ def _with_multipliers_inside(source: Source) -> Source:
     embedding = next((name for name in source.tensors if EMBEDDING.endswith(name)), None)
     if own.tie_word_embeddings and embedding is not None and given[EMBEDDING] != given[row.head]:
         copies[row.head] = embedding
-    of_block = re.compile(rf"^({re.escape(row.prefix)})?{re.escape(row.blocks.removeprefix(row.prefix))}\.\d+\.")
     for name in (*source.tensors, *copies):
-        number = given.get(of_block.sub("", name), given.get(row.prefix + name))
+        _, part = row.block_and_part(name)
+        number = given.get(part, given.get(row.prefix + part))
         if number is not None and number != 1.0:
             factors[name] = rows_times(source, copies.get(name, name), number)
     return multiplied(source, factors, {**row.multiplied, **({"tie_word_embeddings": False} if copies else {})}, copies)

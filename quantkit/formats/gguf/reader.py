@@ -14,6 +14,7 @@ import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError
+from quantkit.formats.gguf import shapes
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.ggml.kquants import Floats
@@ -22,21 +23,7 @@ from quantkit.formats.gguf.header import FLOAT32, Header, Stored, read_header
 from quantkit.formats.gguf.hyperparameters import MOST_BLOCKS, MOST_EXPERTS
 from quantkit.formats.gguf.rope import MOST
 from quantkit.formats.gguf.row_orders import concatenated, in_order
-from quantkit.formats.gguf.shapes import (
-    BLOCKS,
-    BY_BLOCK,
-    CONTEXT,
-    EXPERTS,
-    HIDDEN,
-    INNER,
-    KEY_HEADS,
-    KEY_LENGTH,
-    NUMBERS,
-    QUERY_HEADS,
-    ROTATED,
-    SHARED,
-    ModelShape,
-)
+from quantkit.formats.gguf.shapes import ModelShape
 from quantkit.formats.gguf.slots import Slot, is_taken, slots_of
 from quantkit.formats.gguf.stacks import restacked
 from quantkit.untrusted import shown, told
@@ -149,15 +136,15 @@ def _plain(header: Header) -> Header:
         raise ArtifactError(f"{header.path}: the key {wrong[0]} is no uint32. {FIX}")
     for key, value in keys.items():
         if type(value) is float and key.startswith(own):
-            if key.removeprefix(own) in NUMBERS:
+            if key.removeprefix(own) in shapes.NUMBERS:
                 raise ArtifactError(f"{header.path}: the key {key} is {value}, and no uint32. {FIX}")
             if header.kinds[key] != (FLOAT32,):
                 raise ArtifactError(f"{header.path}: the key {key} is no float32. {FIX}")
-    unlike, blocks = any(row.by_block for row in _rows_named(name)), keys.get(own + BLOCKS)
-    for key in (own + key for key in BY_BLOCK):
+    unlike, blocks = any(row.by_block for row in _rows_named(name)), keys.get(own + shapes.BLOCKS)
+    for key in (own + key for key in shapes.BY_BLOCK):
         if not isinstance(values := keys.get(key), list):
             continue
-        if len(values) == blocks and _differ(values, unlike, key != own + QUERY_HEADS):
+        if len(values) == blocks and _differ(values, unlike, key != own + shapes.QUERY_HEADS):
             continue
         if not values or len(values) != blocks or values != [values[0]] * len(values):
             raise ArtifactError(
@@ -186,9 +173,9 @@ def _fitting_row(headers: list[Header], rows: list[Architecture]) -> tuple[Archi
         first = headers[0].path
         raise ArtifactError(f"{first} counts {shape.blocks} blocks and holds {len(there)} tensors. {FIX}")
 
-    choices = [(row, slots_of(row, shape)) for row in rows]
-    row, slots = min(choices, key=lambda each: (len(_lacking(*each, there)), len(there - {s.name for s in each[1]})))
-    if missing := sorted(_lacking(row, slots, there)):
+    choices = [(row, slots, _lacking(row, slots, there)) for row in rows for slots in [slots_of(row, shape)]]
+    row, slots, missing = min(choices, key=lambda each: (len(each[2]), len(there - {slot.name for slot in each[1]})))
+    if missing:
         raise ArtifactError(f"{headers[0].path} lacks {len(missing)} tensors, such as {missing[0]}. {FIX}")
     # Of alternatives, which give one tensor different parts, the last one counts that is wholly there.
     names = Counter(slot.name for slot in slots)
@@ -197,11 +184,11 @@ def _fitting_row(headers: list[Header], rows: list[Architecture]) -> tuple[Archi
     return row, shape, {slot.name: slot for slot in slots if slot.group not in partly}
 
 
-def _lacking(row: Architecture, slots: list[Slot], there: set[str]) -> set[str]:
+def _lacking(row: Architecture, slots: list[Slot], there: set[str]) -> list[str]:
     """The tensors that every file of such a model has, among them those of all alternatives, and this one has not."""
     names = Counter(slot.name for slot in slots)
     needed = (slot for slot in slots if slot.condition is None or names[slot.name] > 1)
-    return {slot.name for slot in needed if row.head not in slot.parts} - there
+    return sorted({slot.name for slot in needed if row.head not in slot.parts} - there)
 
 
 def _parts(row: Architecture) -> Iterator[str]:
@@ -216,21 +203,21 @@ def _shape_of(headers: list[Header], name: str, of_heads: bool) -> ModelShape:
     keys = {key.removeprefix(own): value for key, value in first.keys.items() if key.startswith(own)}
 
     def put(key: str, most: int = MOST, default: int | None = None, least: int = 1) -> None:
-        if not (isinstance(keys.get(key), list) and key in BY_BLOCK):
+        if not (isinstance(keys.get(key), list) and key in shapes.BY_BLOCK):
             keys[key] = first.count(own + key, least, most, default)
 
-    put(BLOCKS, MOST_BLOCKS)
-    put(SHARED, keys[BLOCKS], 0, 0)
-    put(HIDDEN)
-    put(QUERY_HEADS)
-    query = ModelShape(keys, 0).number(QUERY_HEADS)
-    put(KEY_HEADS, default=query)
-    put(KEY_LENGTH, default=keys[HIDDEN] // query)
-    put(ROTATED, default=0, least=0)
-    put(INNER, default=0, least=0)
-    put(EXPERTS, MOST_EXPERTS, 0, 0)
-    put(CONTEXT)
-    listed = keys[QUERY_HEADS] if isinstance(keys[QUERY_HEADS], list) else [query] * keys[BLOCKS]
+    put(shapes.BLOCKS, MOST_BLOCKS)
+    put(shapes.SHARED, keys[shapes.BLOCKS], 0, 0)
+    put(shapes.HIDDEN)
+    put(shapes.QUERY_HEADS)
+    query = ModelShape(keys, 0).number(shapes.QUERY_HEADS)
+    put(shapes.KEY_HEADS, default=query)
+    put(shapes.KEY_LENGTH, default=keys[shapes.HIDDEN] // query)
+    put(shapes.ROTATED, default=0, least=0)
+    put(shapes.INNER, default=0, least=0)
+    put(shapes.EXPERTS, MOST_EXPERTS, 0, 0)
+    put(shapes.CONTEXT)
+    listed = keys[shapes.QUERY_HEADS] if isinstance(keys[shapes.QUERY_HEADS], list) else [query] * keys[shapes.BLOCKS]
     if of_heads and sum(listed) > MOST_PIECES:
         raise ArtifactError(f"{first.path} counts {query} heads. {FIX}")
     tokens = first.keys.get("tokenizer.ggml.tokens")

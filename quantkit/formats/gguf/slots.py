@@ -15,8 +15,9 @@ import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array, to_float32
 from quantkit.formats.gguf.architectures.record import (
+    ENDINGS,
     OWN_KEYS,
-    STACKED,
+    TRANSFORMS,
     Architecture,
     Condition,
     Parts,
@@ -149,7 +150,7 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
     table = gguf.get_tensor_name_map(numbers[row.names_like or row.name], model.blocks)
     slots: list[Slot] = []
 
-    def name_of(origin: str) -> str | None:
+    def mapped(origin: str) -> str | None:
         known = (origin, origin.removeprefix(row.prefix))  # some names are known without it alone
         return next(filter(None, (table.get_name(name, try_suffixes=(".weight", ".bias")) for name in known)), None)
 
@@ -162,22 +163,25 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
             counted = next((word for word in COUNTED if f"{{{word}}}" in part), "")
             count = lengths[COUNTED[counted]] if counted else 1
             pieces = tuple(stem + part.format(**{counted: i}) if counted else stem + part for i in range(count))
-            how = row.transforms.get(part.removesuffix(".weight").removesuffix(".bias"))
-            if how is None:
-                how = Transform(shift=row.norm_shift if part.endswith("norm.weight") else 0.0)
-            named = names.get(part) or (_stacked_name(part) if counted else None)
+            key = part.removesuffix(".weight").removesuffix(".bias")
+            kind, named = part[len(key) :], names.get(part)
+            plain = Transform(shift=row.norm_shift if part.endswith("norm.weight") else 0.0)
+            how = next((how for end, how in TRANSFORMS.items() if key.endswith(end)), plain)
+            how = row.transforms.get(key, how)
+            known = mapped(stem + part) if kind and not counted else None  # gguf's names of others lack an ending
+            known = known or next((own + found + kind for end, found in ENDINGS.items() if key.endswith(end)), None)
+            name = own + named if named else known or mapped(stem + part)
             placed = {own + name: replace(how, rows=rows) for name, rows in how.split.items()}
-            for name, made in placed.items() or [(own + named if named else name_of(stem + part), how)]:
-                if name is None:
-                    raise KeyError(f"gguf has no name for {stem}{part} in the architecture {row.name}")
-                if pieces:
-                    shape, factor = expected_shape(name, lengths, row.shapes), _root(made, lengths)
-                    slots.append(Slot(name, pieces, shape, model, made, counted, factor, asked, (block or 0, group)))
+            if name is None and not placed:
+                raise KeyError(f"gguf has no name for {stem}{part} in the architecture {row.name}")
+            for called, made in (placed or {str(name): how}).items() if pieces else ():
+                shape, factor = expected_shape(called, lengths, row.shapes), _root(made, lengths)
+                slots.append(Slot(called, pieces, shape, model, made, counted, factor, asked, (block or 0, group)))
 
     add(row.outside)
-    for condition, parts in row.outside_if:
-        add(parts, condition=condition)
-    if name_of(row.head) is not None:  # llama.cpp ties some heads always
+    for condition, outside in row.outside_if:
+        add(outside, condition=condition)
+    if mapped(row.head) is not None:  # llama.cpp ties some heads always
         add((row.head,))
     for block in range(model.blocks):
         add(row.parts, block)
@@ -188,12 +192,6 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
 
 def _asked(condition: Condition, block: int, config: Any) -> Any:
     return of_config(config, condition) if isinstance(condition, str) else condition(config, block)
-
-
-def _stacked_name(part: str) -> str:
-    """The tensor of the file that has such a matrix, or bias, of every expert or head."""
-    *stem, kind = part.split(".")
-    return f"{next(STACKED[word] for word in stem if word in STACKED)}.{kind}"
 
 
 def _root(how: Transform, lengths: Mapping[str, int]) -> float:
@@ -208,8 +206,5 @@ def is_taken(name: str, row: Architecture, own_blocks: int) -> bool:
 
     `name` is transformers', with or without the base model's prefix.
     """
-    if not row.shares_keys:
-        return False
-    stem = row.blocks.removeprefix(row.prefix)
-    block, _, part = name.removeprefix(row.prefix).removeprefix(f"{stem}.").partition(".")
-    return block.isdigit() and int(block) >= own_blocks and part.startswith(tuple(f"{own}." for own in OWN_KEYS))
+    block, part = row.block_and_part(name)
+    return row.shares_keys and block >= own_blocks and part.startswith(tuple(f"{own}." for own in OWN_KEYS))

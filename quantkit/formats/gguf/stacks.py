@@ -78,12 +78,10 @@ def unstacked(source: Source, row: Architecture) -> Source:
     """Return the source with its stacks taken apart, or itself; raises UnsupportedError for one of another shape."""
     pieces: dict[str, Piece] = {}
     behind = {stack.part: stack for stack in row.stacks}
-    stem = row.blocks.removeprefix(row.prefix) + "."
     for name in source.tensors if behind else ():
-        own = name.removeprefix(row.prefix)
-        block, _, part = own.removeprefix(stem).partition(".")
-        if own.startswith(stem) and part in behind and block.isdigit():
-            pieces |= _pieces_of(source, name, row.blocks, int(block), behind[part])
+        block, part = row.block_and_part(name)
+        if block >= 0 and part in behind:
+            pieces |= _pieces_of(source, name, row.blocks, block, behind[part])
     return Unstacked(source, pieces) if pieces else source
 
 

@@ -29,6 +29,7 @@ from quantkit.formats.gguf.architectures.record import (
     biases,
     every_fourth,
     layer_norm,
+    require,
     unless,
     weights,
     windows,
@@ -46,11 +47,6 @@ def _falcon_groups(config: Any) -> int:
 def _two_norms(config: Any, _block: int) -> bool:
     """Of Falcon (models/falcon/modeling_falcon.py, FalconDecoderLayer)."""
     return bool((config.num_ln_in_parallel_attn or (2 if config.new_decoder_architecture else 1)) == 2)
-
-
-def _side_by_side(config: Any) -> str | None:
-    parallel = config.parallel_attn or config.new_decoder_architecture
-    return None if parallel else "parallel_attn = False, and llama.cpp has parallel blocks"
 
 
 def _both(*parts: str) -> tuple[str, ...]:
@@ -73,7 +69,7 @@ _GPT2 = Architecture(
     "gpt2", "gpt2", _both(*_GPT2_PARTS), blocks="transformer.h", rope_types=(),
     outside=(*weights("transformer.wte", "transformer.wpe", "transformer.ln_f"), "transformer.ln_f.bias"),
     keys=layer_norm("layer_norm_epsilon") | {INNER: lambda config: config.n_inner or 4 * config.n_embd},
-    required_config={"activation_function": GELU, "scale_attn_weights": (True,)},
+    required_config={"activation_function": GELU, "scale_attn_weights": True},
 )  # fmt: skip
 _OLMO2 = Architecture(
     "olmo2", "olmo2", weights(*ATTENTION, *HEAD_NORMS, *MLP, *_BEHIND), head_always=True, keys=RMS,
@@ -96,7 +92,7 @@ _HELIUM = Architecture(  # as llama, but for the rope, which turns neighbouring 
 )
 _ARCEE = Architecture(
     "arcee", "arcee", weights(*ATTENTION, *MLP[1:], *NORMS), transforms=ROTARY, keys=RMS,
-    required_config={**UNBIASED_MLP, "hidden_act": ("relu2",)},
+    required_config={**UNBIASED_MLP, "hidden_act": "relu2"},
 )  # fmt: skip
 
 ROWS = (
@@ -118,7 +114,7 @@ ROWS = (
         "phi", "phi2", _both(*_PHI_PARTS),
         outside=(EMBEDDING, "model.final_layernorm.weight", "model.final_layernorm.bias", "lm_head.bias"),
         head_always=True, keys=layer_norm("layer_norm_eps"), partial_rotary=True, rope_types=("default",),
-        required_config={"hidden_act": GELU, "qk_layernorm": (False,)},
+        required_config={"hidden_act": GELU, "qk_layernorm": False},
     ),
     Architecture(
         "phi3", "phi3", weights("self_attn.qkv_proj", "self_attn.o_proj", *_GATE_AND_UP, *NORMS),
@@ -127,10 +123,10 @@ ROWS = (
     ),
     _GPT2.like(
         "gpt2", transforms=dict.fromkeys(_GPT2_PARTS[:4], Transform(transposed=True)),
-        required_config={"add_cross_attention": (False,), "scale_attn_by_inverse_layer_idx": (False,)},
+        required_config={"add_cross_attention": False, "scale_attn_by_inverse_layer_idx": False},
     ),
     _GPT2.like(
-        "gpt_bigcode", "starcoder", keys={KEY_HEADS: lambda _config: 1}, required_config={"multi_query": (True,)}
+        "gpt_bigcode", "starcoder", keys={KEY_HEADS: 1}, required_config={"multi_query": True}
     ),
     Architecture(
         "gpt_neox", "gptneox", _both(*(f"attention.{part}" for part in _FUSED), *_FUSED_MLP, *NORMS),
@@ -138,7 +134,7 @@ ROWS = (
         outside=("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias"),
         transforms={"attention.query_key_value": Transform(THIRDS)},
         keys=layer_norm("layer_norm_eps") | {"use_parallel_residual": "use_parallel_residual"},
-        required_config={"hidden_act": GELU, "attention_bias": (True,)}, partial_rotary=True,
+        required_config={"hidden_act": GELU, "attention_bias": True}, partial_rotary=True,
     ),
     Architecture(
         "falcon", "falcon", weights(*(f"self_attention.{part}" for part in _FUSED), *_FUSED_MLP),
@@ -148,8 +144,11 @@ ROWS = (
         keys=layer_norm("layer_norm_epsilon") | {
             INNER: "ffn_hidden_size", KEY_HEADS: _falcon_groups, "tensor_data_layout": lambda _config: "jploski",
         },
-        required_config={"activation": GELU, "alibi": (False,), "bias": (False,)}, rope_types=("default",),
-        checks=(_side_by_side,),
+        required_config={"activation": GELU, "alibi": False, "bias": False}, rope_types=("default",),
+        checks=(require(
+            lambda config: config.parallel_attn or config.new_decoder_architecture,
+            "parallel_attn = False, and llama.cpp has parallel blocks",
+        ),),
     ),
     Architecture(
         "mpt", "mpt", weights("attn.Wqkv", "attn.out_proj", "ffn.up_proj", "ffn.down_proj", "norm_1", "norm_2"),
@@ -160,17 +159,17 @@ ROWS = (
             "attention.max_alibi_bias": lambda config: float(config.attn_config.alibi_bias_max),
         },
         required_config={
-            "attn_config.qk_ln": (False,), "attn_config.alibi": (True,), "attn_config.softmax_scale": (None,),
-            "attn_config.prefix_lm": (False,),
+            "attn_config.qk_ln": False, "attn_config.alibi": True, "attn_config.softmax_scale": None,
+            "attn_config.prefix_lm": False,
         },
     ),
     Architecture(
         "starcoder2", "starcoder2", _both(*ATTENTION, "mlp.c_fc", "mlp.c_proj", *NORMS), outside=_WITH_BIAS,
-        keys=layer_norm("norm_epsilon"), required_config={"hidden_act": GELU, "use_bias": (True,)},
+        keys=layer_norm("norm_epsilon"), required_config={"hidden_act": GELU, "use_bias": True},
     ),
     _OLMO2,
     _OLMO2.like("olmo3", keys=windows(None), follows_window=True, rope_types=("default", "yarn")),
-    _COHERE.like("cohere", required_config={"use_qk_norm": (False,)}),
+    _COHERE.like("cohere", required_config={"use_qk_norm": False}),
     _COHERE.like(
         "cohere2", "cohere2", keys={"attention.sliding_window": "sliding_window"}, follows_window=True,
         required_config={"layer_types": every_fourth(FULL, SLIDING)},
@@ -178,7 +177,7 @@ ROWS = (
     _GRANITE,
     _GRANITE.like(
         "hyperclovax", keys={"logit_scale": lambda config: 1 / config.logits_scaling},  # llama.cpp divides
-        required_config={"use_post_norm": (False,)},
+        required_config={"use_post_norm": False},
     ),
     Architecture(
         "smollm3", "smollm3", LLAMA, transforms=ROTARY, keys=RMS,
@@ -194,14 +193,14 @@ ROWS = (
         ),
         head_always=True, partial_rotary=True, rope_types=("default",),
         keys=layer_norm("layer_norm_eps") | {"use_parallel_residual": "use_parallel_residual"},
-        required_config={"hidden_act": SILU, "qk_layernorm": (False,)},
+        required_config={"hidden_act": SILU, "qk_layernorm": False},
     ),
     Architecture(
         "olmo", "olmo", weights(*ATTENTION, *MLP), outside=(EMBEDDING,), transforms=ROTARY, required_config=UNBIASED,
-        keys={"attention.layer_norm_epsilon": lambda _config: 1e-5, "attention.clamp_kqv": "clip_qkv"},
+        keys={"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": "clip_qkv"},
     ),
     _GLM.like(
-        "glm", required_config={"hidden_size": lambda config: (config.num_attention_heads * config.head_dim,)}
+        "glm", required_config={"hidden_size": lambda config: config.num_attention_heads * config.head_dim}
     ),
     _GLM.like(
         "glm4", "glm4",
@@ -210,7 +209,7 @@ ROWS = (
     Architecture(
         "apertus", "apertus",
         weights(*ATTENTION, *HEAD_NORMS, *MLP[1:], "attention_layernorm", "feedforward_layernorm"), head_always=True,
-        keys=RMS, required_config={"hidden_act": ("xielu",), **NO_BIAS}, rope_types=("default", "llama3"),
+        keys=RMS, required_config={"hidden_act": "xielu", **NO_BIAS}, rope_types=("default", "llama3"),
         scalars={
             f"mlp.act_fn.{name}": (f"xielu.{name}", shape)
             for name, shape in (("alpha_n", (1,)), ("alpha_p", (1,)), ("beta", ()), ("eps", ()))
@@ -218,19 +217,19 @@ ROWS = (
     ),
     Architecture(
         "exaone4", "exaone4", weights(*ATTENTION, *HEAD_NORMS, *MLP, *_BEHIND), keys=RMS,
-        rope_types=("default", "llama3"), required_config={"hidden_act": SILU, "sliding_window": (None,)},
-        checks=(
-            lambda config: "64 blocks, for which llama.cpp has windows" if config.num_hidden_layers == 64 else None,
-        ),
+        rope_types=("default", "llama3"), required_config={"hidden_act": SILU, "sliding_window": None},
+        checks=(require(
+            lambda config: config.num_hidden_layers != 64, "64 blocks, for which llama.cpp has windows",
+        ),),
     ),
     Architecture(
         "seed_oss", "seed_oss", LLAMA, per_block=(("attention_bias", QUERY_KEY_VALUE_BIASES),), keys=RMS,
-        required_config={"hidden_act": SILU, "attention_out_bias": (False,), "mlp_bias": (False,)},
+        required_config={"hidden_act": SILU, "attention_out_bias": False, "mlp_bias": False},
     ),
     _HELIUM,
     Architecture(
         "ernie4_5", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",),
-        required_config={"hidden_act": SILU, "use_bias": (False,)},
+        required_config={"hidden_act": SILU, "use_bias": False},
     ),
     Architecture(
         "hunyuan_v1_dense", "hunyuan-dense",
@@ -245,9 +244,9 @@ ROWS = (
             *(_both("transformer.word_embeddings_layernorm", "transformer.ln_f")),
         ),
         keys=layer_norm("layer_norm_epsilon") | {
-            INNER: lambda config: 4 * config.hidden_size, CONTEXT: lambda _config: 2048,
+            INNER: lambda config: 4 * config.hidden_size, CONTEXT: 2048,
         },
-        required_config={"apply_residual_connection_post_layernorm": (False,)},
+        required_config={"apply_residual_connection_post_layernorm": False},
     ),
     _ARCEE,
     Architecture(
@@ -257,6 +256,6 @@ ROWS = (
     ),
     Architecture(
         "jais2", "jais2", _both(*ATTENTION, *MLP[1:], *NORMS), outside=_WITH_BIAS, keys=layer_norm("layer_norm_eps"),
-        required_config={"hidden_act": ("relu2",), "attention_bias": (True,), "mlp_bias": (True,)},
+        required_config={"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
     ),
 )  # fmt: skip

@@ -27,6 +27,7 @@ from quantkit.formats.gguf.architectures.record import (
     experts_of,
     fused_experts,
     one_or_list,
+    require,
     takes_keys,
     unless,
     weights,
@@ -34,22 +35,14 @@ from quantkit.formats.gguf.architectures.record import (
 )
 from quantkit.formats.gguf.shapes import EXPERTS, INNER, KEY_HEADS, KEY_LENGTH
 
-TANH = {"hidden_activation": ("gelu_pytorch_tanh",)}
+TANH = {"hidden_activation": "gelu_pytorch_tanh"}
 _CAPPED: dict[str, Setting] = {"final_logit_softcapping": "final_logit_softcapping"}
 
 
-def _query_scale(config: Any) -> tuple[int]:
+def _query_scale(config: Any) -> int:
     """llama.cpp scales queries by the head's size; in its 27B models by hidden size over heads."""
     large = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
-    return (config.hidden_size // config.num_attention_heads if large else config.head_dim,)
-
-
-def _known_kinds(config: Any) -> str | None:
-    """llama.cpp ends the program where no block has a window."""
-    kinds = set(config.layer_types)
-    if kinds <= {SLIDING, FULL} and SLIDING in kinds:
-        return None
-    return f"layer_types = {config.layer_types}, and llama.cpp has some {SLIDING}, the others {FULL}"
+    return int(config.hidden_size // config.num_attention_heads if large else config.head_dim)
 
 
 def _takes_from(config: Any) -> str | None:
@@ -62,10 +55,14 @@ def _takes_from(config: Any) -> str | None:
     return None
 
 
+_KNOWN_KINDS = require(
+    lambda config: SLIDING in config.layer_types and {*config.layer_types} <= {SLIDING, FULL},
+    f"layer_types = {{0.layer_types}}, and llama.cpp has some {SLIDING}, the others {FULL}",
+)
 # A row for each token.
 _TOKENS: RequiredConfig = {
     "vocab_size_per_layer_input": lambda config: (
-        config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input,
+        config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
     )
 }
 _SHARED_KEYS: dict[str, Setting] = RMS | {
@@ -83,21 +80,13 @@ _WINDOWED: dict[str, Any] = {"follows_window": True, "rope_types": ("default",)}
 # Gemma 3n
 
 
-def _one_width(config: Any) -> str | None:
-    widths = config.intermediate_size
-    return None if len(set(widths)) == 1 else f"intermediate_size = {widths}, and llama.cpp has one for all blocks"
-
-
 def _sparsity_scale(config: Any) -> list[float]:
     """By block, how many deviations above the mean a gate must be; llama.cpp writes the key and does not read it."""
     return [NormalDist().inv_cdf(share) if share else -math.inf for share in config.activation_sparsity_pattern]
 
 
-# Of AltUp, beside the first state; and their names in the file.
-_STATES = {
-    "model.altup_projections.{state}.weight": "altup_proj.weight",
-    "model.altup_unembed_projections.{state}.weight": "altup_unembd_proj.weight",
-}
+# Of AltUp, beside the first state.
+_STATES = weights("model.altup_projections.{state}", "model.altup_unembed_projections.{state}")
 
 # Gemma 4
 
@@ -105,10 +94,6 @@ _STATES = {
 def _head(config: Any, kind: str) -> int:
     """The values of a head in blocks of that kind."""
     return int(config.per_layer_config[list(config.layer_types).index(kind)].head_dim)
-
-
-def _head_of_sliding(config: Any) -> int:
-    return _head(config, SLIDING)
 
 
 def _key_heads(config: Any) -> int | list[int]:
@@ -121,16 +106,26 @@ def _widths(config: Any) -> int | list[int]:
     return one_or_list([int(config.intermediate_size) * (2 if wide else 1) for wide in double])
 
 
-def _heads_by_kind(config: Any) -> str | None:
-    """llama.cpp has one size of heads for blocks with a window and one for the others."""
-    for block, kind in enumerate(config.layer_types):
-        own, size = config.per_layer_config[block], _head(config, kind)
-        if own.head_dim != size:
-            return f"heads of {own.head_dim} in block {block}, and llama.cpp has {size} for all of {kind}"
-        if size % 2 or config.num_attention_heads % own.num_key_value_heads:
-            keys = own.num_key_value_heads
-            return f"{config.num_attention_heads} query heads and {keys} key heads of {size} in block {block}"
-    return None
+# llama.cpp has one size of heads for blocks with a window and one for the others.
+_HEADS_BY_KIND = (
+    require(
+        lambda config: all(
+            config.per_layer_config[block].head_dim == _head(config, kind)
+            for block, kind in enumerate(config.layer_types)
+        ),
+        "blocks of one kind with heads of several sizes, and llama.cpp has one",
+    ),
+    require(
+        lambda config: (
+            not any(
+                _head(config, kind) % 2
+                or config.num_attention_heads % config.per_layer_config[block].num_key_value_heads
+                for block, kind in enumerate(config.layer_types)
+            )
+        ),
+        "heads of an odd size, or {0.num_attention_heads} query heads that the key heads of a block do not divide",
+    ),
+)
 
 
 def _has_values(config: Any, block: int) -> bool:
@@ -148,19 +143,17 @@ _GEMMA4 = Architecture(
     "gemma4_unified_text", "gemma4",
     (*weights("self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj", *MLP, *FOUR_NORMS), "layer_scalar"),
     per_block=_KEYS_AND_VALUES, by_block=True, shares_keys=True,
-    gguf_names={
-        "layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale",
-        "router.per_expert_scale": "ffn_down_exps.scale",
-    },
     keys=_SHARED_KEYS | {
-        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
-                        _head_of_sliding),
+        **dict.fromkeys(
+            ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
+            lambda config: _head(config, SLIDING),
+        ),
         KEY_LENGTH: lambda config: _head(config, FULL), KEY_HEADS: _key_heads, INNER: _widths,
         "final_logit_softcapping": lambda config: float(config.final_logit_softcapping or 0.0),
-        "embedding_length_per_layer_input": lambda _config: 0,
+        "embedding_length_per_layer_input": 0,
     },
     required_config={"use_bidirectional_attention": (None, "vision"), **TANH, **NO_BIAS},
-    checks=(_known_kinds, _takes_from, _heads_by_kind), follows_window=True, rope_types=("proportional", "default"),
+    checks=(_KNOWN_KINDS, _takes_from, *_HEADS_BY_KIND), follows_window=True, rope_types=("proportional", "default"),
 )  # fmt: skip
 _GEMMA = Architecture("gemma", "gemma", LLAMA, norm_shift=1.0, keys=RMS, required_config=NO_BIAS)
 
@@ -175,8 +168,8 @@ ROWS = (
         "gemma3_text", "gemma3", parts=weights(*ATTENTION, *HEAD_NORMS, *MLP, *FOUR_NORMS),
         keys=windows(6) | _CAPPED, follows_window=True, rope_types=("default", "linear"),
         required_config={
-            **TANH, "query_pre_attn_scalar": _query_scale, "attn_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False,),
+            **TANH, "query_pre_attn_scalar": _query_scale, "attn_logit_softcapping": None,
+            "use_bidirectional_attention": False,
         },
     ),
     Architecture(
@@ -190,21 +183,22 @@ ROWS = (
             *_PER_LAYER, "altup.correct_output_scale",
         ),
         outside=(*OUTSIDE, *_PER_LAYER_OUTSIDE, *_STATES), shares_keys=True, zero_keys=True, **_WINDOWED,
-        gguf_names=_STATES | {"altup.correct_output_scale": "altup_correct_scale.weight"},
         keys=_SHARED_KEYS | {
             INNER: lambda config: config.intermediate_size[0], "altup.active_idx": "altup_active_idx",
             "altup.num_inputs": "altup_num_inputs", "activation_sparsity_scale": _sparsity_scale,
         },
         required_config={
-            "altup_num_inputs": (4,), "altup_active_idx": (0,), "altup_correct_scale": (True,), "laurel_rank": (64,),
-            "hidden_size_per_layer_input": (256,), "final_logit_softcapping": (30.0,),
-            "num_kv_shared_layers": lambda config: (max(0, config.num_hidden_layers - 20),),
-            "activation_sparsity_pattern": lambda config: (
-                [0.95 if block < 10 else 0.0 for block in range(config.num_hidden_layers)],
-            ),
+            "altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True, "laurel_rank": 64,
+            "hidden_size_per_layer_input": 256, "final_logit_softcapping": 30.0,
+            "num_kv_shared_layers": lambda config: max(0, config.num_hidden_layers - 20),
+            "activation_sparsity_pattern":
+                lambda config: [0.95 if block < 10 else 0.0 for block in range(config.num_hidden_layers)],
             **_TOKENS, **TANH, **NO_BIAS,
         },
-        checks=(_known_kinds, _takes_from, _one_width),
+        checks=(_KNOWN_KINDS, _takes_from, require(
+            lambda config: len(set(config.intermediate_size)) == 1,
+            "intermediate_size = {0.intermediate_size}, and llama.cpp has one for all blocks",
+        )),
         differs="llama.cpp takes the deviation of a sparse block's gates over one value less than the source",
     ),
     _GEMMA4,

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from quantkit.formats.gguf.architectures.mixtures import (
-    AS_SCORES,
     DENSE_BLOCKS,
+    DENSE_FIRST,
     SCORES,
     SHARED_EXPERTS,
     SIGMOID,
     SOFTMAX,
     before_experts,
-    dense_first,
     is_dense,
     mixed,
     routed,
@@ -37,7 +36,9 @@ from quantkit.formats.gguf.architectures.record import (
     Setting,
     Stack,
     Transform,
+    of_config,
     one_or_list,
+    require,
     weights,
 )
 from quantkit.formats.gguf.row_orders import INDEX_KEY_PAIRS, INDEX_QUERY_PAIRS
@@ -68,11 +69,6 @@ def _rows_of_head(config: Any, _block: int) -> tuple[int, int]:
     return config.qk_nope_head_dim, config.v_head_dim
 
 
-def turned_keys(attention: str) -> dict[str, Transform]:
-    """Return the transform of the first of these parts."""
-    return {of_heads(attention)[0].removesuffix(".weight"): Transform(transposed=True)}
-
-
 def whole_key(config: Any) -> int:
     """Return the values of a head's key, of which some turn."""
     return config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -86,47 +82,34 @@ def latent_key(config: Any) -> int:
 # llama.cpp has one key head of the latent values, and a matrix for each head before and behind it. A head has the key
 # and value lengths that it has there; the lengths of "mla" are the model's.
 LATENT_KEYS: dict[str, Setting] = {
-    KEY_HEADS: lambda _config: 1, KEY_LENGTH: latent_key, VALUE_LENGTH: "kv_lora_rank",
+    KEY_HEADS: 1, KEY_LENGTH: latent_key, VALUE_LENGTH: "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
     "attention.value_length_mla": "v_head_dim", "attention.key_length_mla": whole_key,
     "rope.dimension_count": "qk_rope_head_dim",
 }  # fmt: skip
 
 
-def _latent(config: Any) -> str | None:
-    """llama.cpp asks for a rank of the queries but of models that it knows by their numbers of blocks."""
-    lite = config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
-    if (config.q_lora_rank is None) == lite:
-        return None
-    return f"q_lora_rank = {config.q_lora_rank} with {config.num_hidden_layers} blocks, and llama.cpp has it otherwise"
+def _is_lite(config: Any) -> bool:
+    """Whether llama.cpp takes a model, by its number of blocks, for one without a rank of the queries."""
+    return config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
 
 
-def _ungrouped(config: Any) -> str | None:
-    """llama.cpp chooses groups of experts by their two best, DeepSeek-V2 by the best."""
-    grouped = config.topk_method != "greedy" and (config.n_group or 1) > 1
-    return f"topk_method = {config.topk_method!r}, and llama.cpp chooses groups otherwise" if grouped else None
-
-
+_RANK = require(
+    lambda config: (config.q_lora_rank is None) == _is_lite(config),
+    "q_lora_rank = {0.q_lora_rank} with {0.num_hidden_layers} blocks, and llama.cpp has it otherwise",
+)
 _DEEPSEEK = Architecture(
     "deepseek_v3", "deepseek2", (*_PARTS, *of_heads("self_attn")), names_like="deepseek2",
-    per_block=(*mixed(before_experts, *_MIXTURE, SCORES), *_QUERIES), gguf_names={SCORES: AS_SCORES},
-    stacks=(stack_of_heads("self_attn"),), transforms=turned_keys("self_attn"),
+    per_block=(*mixed(before_experts, *_MIXTURE, SCORES), *_QUERIES),
+    stacks=(stack_of_heads("self_attn"),),
     keys=routed(SIGMOID) | LATENT_KEYS | {EXPERTS: "n_routed_experts"},
     rope_types=("default", "yarn"), yarn_scores=True,
     shapes={"attn_q": ("latent queries", "hidden"), "attn_output": ("hidden", "latent values")},
-    checks=(_latent,), required_config=UNBIASED, fixed_epsilon=LATENT_NORMS,
+    checks=(_RANK,), required_config=UNBIASED, fixed_epsilon=LATENT_NORMS,
 )  # fmt: skip
 
 # MiniCPM 3's factors of embedding, blocks and head, as llama.cpp has fixed them (src/models/minicpm3.cpp).
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
-
-
-def _with_rank(config: Any) -> str | None:
-    """llama.cpp has latent queries always, and no scale of the scores."""
-    if config.q_lora_rank is None:
-        return "q_lora_rank = None, and llama.cpp has a rank of the queries"
-    scale = (config.rope_parameters or {}).get("mscale_all_dim")
-    return f"the rope's mscale_all_dim = {scale}, and llama.cpp has none" if scale else None
 
 
 def _depth(config: Any) -> float:
@@ -158,19 +141,11 @@ _INDEXED = _DEEPSEEK.like(
 INDEXED = "indexed_attention"
 
 
-def _indexer(config: Any) -> str | None:
-    """llama.cpp ends the program for other sizes: it turns values by a matrix of a power of two."""
-    size = config.index_head_dim
-    if size < 64 or size & (size - 1):
-        return f"index_head_dim = {size}, and llama.cpp has a power of two, 64 or more"
-    return None
-
-
-def _whole_scale(config: Any) -> str | None:
-    """llama.cpp takes YaRN's mscale to be 1."""
-    rope = config.rope_parameters or {}
-    scale = rope.get("mscale") if rope.get("rope_type") == "yarn" else 1.0
-    return None if scale == 1.0 else f"the rope's mscale = {scale}, and llama.cpp has 1"
+# llama.cpp ends the program for other sizes: it turns values by a matrix of a power of two.
+_POWER_OF_TWO = require(
+    lambda config: config.index_head_dim >= 64 and config.index_head_dim.bit_count() == 1,
+    "index_head_dim = {0.index_head_dim}, and llama.cpp has a power of two, 64 or more",
+)
 
 
 def _of(kind: str, setting: Setting) -> Callable[[Any], Any]:
@@ -179,9 +154,16 @@ def _of(kind: str, setting: Setting) -> Callable[[Any], Any]:
     def first(config: Any) -> Any:
         kinds = list(config.layer_types)
         own = config.per_layer_config[kinds.index(kind) if kind in kinds else 0]
-        return getattr(own, setting) if isinstance(setting, str) else setting(own)
+        return of_config(own, setting)
 
     return first
+
+
+# Of the latent attention of a block, by the ends of the keys.
+_LENGTHS: dict[str, Setting] = {
+    "kv_lora_rank": "kv_lora_rank", "value_length": "kv_lora_rank", "key_length": latent_key,
+    "key_length_mla": whole_key, "value_length_mla": "v_head_dim",
+}  # fmt: skip
 
 
 def _two_kinds(config: Any) -> str | None:
@@ -206,51 +188,53 @@ def _shared_width(config: Any) -> int:
     return config.shared_experts_intermediate_size * config.n_shared_experts
 
 
-def _dots_experts(config: Any) -> str | None:
-    name = "shared_experts_intermediate_size * n_shared_experts"
-    return whole_experts(name, _shared_width(config), config.moe_intermediate_size)
-
-
 def _dots_heads(config: Any) -> int | list[int]:
     own = config.per_layer_config
     return one_or_list([own[block].num_attention_heads for block in range(config.num_hidden_layers)])
 
 
 ROWS = (
-    _DEEPSEEK.like("deepseek_v3", required_config={"rope_interleave": (True,)}),
+    _DEEPSEEK.like("deepseek_v3", required_config={"rope_interleave": True}),
     _DEEPSEEK.like(
-        "deepseek_v2", per_block=(*mixed(before_experts, *_MIXTURE), *_QUERIES), checks=(_latent, _ungrouped),
+        "deepseek_v2", per_block=(*mixed(before_experts, *_MIXTURE), *_QUERIES), checks=(_RANK, require(
+            lambda config: config.topk_method == "greedy" or (config.n_group or 1) == 1,
+            "topk_method = {0.topk_method!r}, and llama.cpp chooses groups of experts by their two best",
+        )),
         keys={  # groups that "greedy" does not look at
-            "expert_gating_func": lambda _config: SOFTMAX,
+            "expert_gating_func": SOFTMAX,
             "expert_group_count": lambda config: config.n_group and 1,
             "expert_group_used_count": lambda config: config.topk_group and 1,
         },
-        required_config={"norm_topk_prob": (False,), "mlp_bias": (False,)},
+        required_config={"norm_topk_prob": False, "mlp_bias": False},
     ),
     _DEEPSEEK.like(
         "youtu", parts=(*_DEEPSEEK.parts, *weights(*MLP)), per_block=_QUERIES,
-        required_config={"rope_interleave": (True,)},
+        required_config={"rope_interleave": True},
         keys={
             **dict.fromkeys(
                 (
                     "expert_used_count", "expert_weights_scale", "expert_weights_norm", "expert_group_count",
                     "expert_group_used_count",
                 ),
-                lambda _config: None,
+                None,
             ),
-            **dict.fromkeys((EXPERTS, "expert_shared_count"), lambda _config: 0),
+            **dict.fromkeys((EXPERTS, "expert_shared_count"), 0),
             "leading_dense_block_count": "num_hidden_layers", "expert_feed_forward_length": "intermediate_size",
-            "expert_gating_func": lambda _config: SOFTMAX,
+            "expert_gating_func": SOFTMAX,
         },
     ),
     _DEEPSEEK.like(
-        "glm4_moe_lite", per_block=_INDEXED.per_block, checks=(_latent, dense_first), rope_types=("default",),
-        keys=DENSE_BLOCKS, required_config={"rope_interleave": (True,)},
+        "glm4_moe_lite", per_block=_INDEXED.per_block, checks=(_RANK, DENSE_FIRST), rope_types=("default",),
+        keys=DENSE_BLOCKS, required_config={"rope_interleave": True},
     ),
     _INDEXED.like(
         "deepseek_v32", "deepseek32", parts=(*_DEEPSEEK.parts, *_INDEXER),
-        checks=(dense_first, _indexer, _whole_scale),
-        required_config={"layer_types": lambda config: ([INDEXED] * config.num_hidden_layers,)},
+        checks=(DENSE_FIRST, _POWER_OF_TWO, require(
+            lambda config: (config.rope_parameters or {}).get("rope_type") != "yarn"
+            or config.rope_parameters.get("mscale") == 1.0,
+            "rope_parameters = {0.rope_parameters}, and llama.cpp has an mscale of 1",
+        )),
+        required_config={"layer_types": lambda config: [INDEXED] * config.num_hidden_layers},
     ),
     _INDEXED.like(
         "dots3_note_text", "dots3note", rope_types=("default",), rotated_apart=True, by_block=True,
@@ -259,10 +243,6 @@ ROWS = (
         per_block=(
             *_INDEXED.per_block[:2], (lambda config, block: config.layer_types[block] != SLIDING, _INDEXER)
         ),
-        gguf_names={
-            "self_attn.g_proj.weight": "attn_gate.weight",
-            "self_attn.k_rope_only_layernorm.weight": "attn_k_norm.weight",
-        },
         stacks=(Stack(
             "self_attn.kv_b_proj.weight", of_heads("self_attn"),
             rows=lambda config, block: _rows_of_head(config.per_layer_config[block], block),
@@ -285,13 +265,12 @@ ROWS = (
             **{
                 f"attention.{name}{behind}": _of(kind, setting)
                 for kind, behind in ((INDEXED, ""), (SLIDING, "_swa"))
-                for name, setting in {
-                    "kv_lora_rank": "kv_lora_rank", "value_length": "kv_lora_rank", "key_length": latent_key,
-                    "key_length_mla": whole_key, "value_length_mla": "v_head_dim",
-                }.items()
+                for name, setting in _LENGTHS.items()
             },
         },
-        checks=(dense_first, _two_kinds, _indexer, _dots_experts),
+        checks=(DENSE_FIRST, _two_kinds, _POWER_OF_TWO, whole_experts(
+            _shared_width, "moe_intermediate_size", "shared_experts_intermediate_size * n_shared_experts"
+        )),
     ),
     Architecture(
         "minicpm3", "minicpm3",
@@ -311,7 +290,17 @@ ROWS = (
             "self_attn.o_proj.weight": _depth, "mlp.down_proj.weight": _depth,
             "lm_head.weight": lambda config: config.dim_model_base / _MINICPM["dim_model_base"],
         },
-        multiplied=_MINICPM, rope_types=("default", "longrope"), checks=(_with_rank,), fixed_epsilon=LATENT_NORMS,
+        multiplied=_MINICPM, rope_types=("default", "longrope"), fixed_epsilon=LATENT_NORMS,
+        checks=(
+            require(
+                lambda config: config.q_lora_rank is not None,
+                "q_lora_rank = None, and llama.cpp has a rank of the queries",
+            ),
+            require(
+                lambda config: not (config.rope_parameters or {}).get("mscale_all_dim"),
+                "rope_parameters = {0.rope_parameters}, and llama.cpp has no mscale_all_dim",
+            ),
+        ),
         required_config={**UNBIASED_MLP, **EQUAL_HEADS},
     ),
 )  # fmt: skip

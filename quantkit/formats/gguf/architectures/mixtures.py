@@ -27,6 +27,7 @@ from quantkit.formats.gguf.architectures.record import (
     UNBIASED_MLP,
     W_EXPERTS,
     Architecture,
+    Check,
     Condition,
     Parts,
     RequiredConfig,
@@ -36,7 +37,9 @@ from quantkit.formats.gguf.architectures.record import (
     every_fourth,
     experts_of,
     fused_experts,
+    of_config,
     one_or_list,
+    require,
     unless,
     weights,
     windows,
@@ -52,7 +55,6 @@ SHARED_EXPERT, SHARED_EXPERTS, _SHARED_MLP = (
 )
 SHARED_PARTS = (*SHARED_EXPERT, "mlp.shared_expert_gate")
 SCORES = "mlp.gate.e_score_correction_bias"  # what the router's scores are corrected by
-AS_SCORES = "exp_probs_b.bias"
 _WIDE_NORMS = {"attn_q_norm": ("queries",), "attn_k_norm": ("keys",)}
 _EVERY_FOURTH: RequiredConfig = {"layer_types": every_fourth(FULL, SLIDING)}
 
@@ -64,13 +66,10 @@ def is_dense(config: Any, block: int) -> bool:
     return list(config.mlp_layer_types)[block : block + 1] == ["dense"]
 
 
-def dense_first(config: Any) -> str | None:
-    """llama.cpp has all blocks without experts in front."""
-    kinds = list(config.mlp_layer_types)
-    count = kinds.count("dense")
-    return None if "dense" not in kinds[count:] else f"mlp_layer_types = {kinds}, and llama.cpp has dense blocks first"
-
-
+DENSE_FIRST = require(
+    lambda config: "dense" not in list(config.mlp_layer_types)[list(config.mlp_layer_types).count("dense") :],
+    "mlp_layer_types = {0.mlp_layer_types}, and llama.cpp has dense blocks first",
+)
 DENSE_BLOCKS: dict[str, Setting] = {
     "leading_dense_block_count": lambda config: list(config.mlp_layer_types).count("dense")
 }
@@ -96,7 +95,7 @@ def routed(gating: int, shared: str = "n_shared_experts") -> dict[str, Setting]:
     return RMS | EXPERTS_USED | EXPERT_INNER | {
         "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": shared,
         "expert_weights_scale": lambda config: float(config.routed_scaling_factor),
-        "expert_weights_norm": lambda config: bool(config.norm_topk_prob), "expert_gating_func": lambda _config: gating,
+        "expert_weights_norm": lambda config: bool(config.norm_topk_prob), "expert_gating_func": gating,
         "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
     }  # fmt: skip
 
@@ -105,15 +104,20 @@ def _weighed(scale: str) -> dict[str, Setting]:
     """The keys of experts whose weights are sigmoids that are made to sum to a setting."""
     return {
         "expert_weights_scale": lambda config: float(getattr(config, scale)),
-        "expert_weights_norm": lambda _config: True, "expert_gating_func": lambda _config: SIGMOID,
+        "expert_weights_norm": True, "expert_gating_func": SIGMOID,
     }  # fmt: skip
 
 
-def whole_experts(name: str, wide: int, inner: int) -> str | None:
-    """llama.cpp counts shared experts, each as wide as any; `wide` are the values of all, `name` what they are from."""
-    if inner > 0 and wide > 0 and wide % inner == 0:
-        return None
-    return f"{name} = {wide}, and llama.cpp has a multiple of the {inner} of an expert"
+def whole_experts(shared: Setting, inner: str, name: str) -> Check:
+    """Return a check that the `shared` experts' width is a multiple of one's: llama.cpp counts shared experts."""
+    return require(
+        lambda config: (
+            getattr(config, inner) > 0
+            and of_config(config, shared) > 0
+            and of_config(config, shared) % getattr(config, inner) == 0
+        ),
+        f"another {name} than llama.cpp has: a multiple of the {{0.{inner}}} of an expert",
+    )
 
 
 # Granite
@@ -127,7 +131,6 @@ GRANITE_SHARED_STACK = Stack(
     "shared_mlp.input_linear.weight", GRANITE_SHARED[:2],
     rows=lambda config, _block: (config.shared_intermediate_size,) * 2,
 )  # fmt: skip
-AS_SHARED = {part: f"ffn_{kind}_shexp.weight" for part, kind in zip(GRANITE_SHARED, KINDS, strict=True)}
 _SHARED_LENGTH: dict[str, Setting] = {
     "expert_shared_feed_forward_length": lambda config: config.shared_intermediate_size or None
 }
@@ -144,32 +147,15 @@ def _routes(config: Any, block: int) -> bool:
     return bool((block + 1) % config.interleave_moe_layer_step == 0)
 
 
-def _some_fourth(config: Any) -> str | None:
-    count = config.num_hidden_layers
-    return f"{count} blocks in config.json; llama.cpp ends the program where none is a fourth" if count < 4 else None
-
-
 def _first(value: Any) -> Any:
     """Of what may be given for each block."""
     return value[0] if isinstance(value, list) else value
 
 
-def _some_slide(config: Any) -> str | None:
-    """llama.cpp ends the program where none does."""
-    return None if SLIDING in config.layer_types else f"layer_types = {config.layer_types}, and llama.cpp ends so"
-
-
-def _one_theta(config: Any) -> str | None:
-    """llama.cpp rotates by one base in all blocks that rotate."""
-    base = config.rope_parameters["rope_theta"]
-    given = list(config.layer_rope_theta)
-    return None if set(given) <= {0, base} else f"layer_rope_theta = {given}, and llama.cpp has {base} or none"
-
-
-def _equal_thetas(config: Any) -> str | None:
-    """llama.cpp leaves the scaling out in blocks with a window, and takes the base of the others."""
-    bases = [config.rope_parameters[kind]["rope_theta"] for kind in sorted(set(config.layer_types))]
-    return None if len(set(bases)) == 1 else f"rope_theta = {bases}, and llama.cpp has one for all blocks"
+_SOME_SLIDE = require(
+    lambda config: SLIDING in config.layer_types,
+    "layer_types = {0.layer_types}, and llama.cpp ends the program where no block has a window",
+)
 
 
 def _window_or_none(config: Any) -> int:
@@ -177,33 +163,9 @@ def _window_or_none(config: Any) -> int:
     return (config.sliding_window or 0) if SLIDING in config.layer_types else 0
 
 
-def _cohere_blocks(config: Any) -> str | None:
-    """Where blocks of one feed-forward layer stand in front, llama.cpp rotates in them whatever they are."""
-    kinds = config.layer_types[: list(config.mlp_layer_types).count("dense")]
-    if (every := config.prefix_dense_sliding_window_pattern) != 1 and set(kinds) - {SLIDING}:
-        return f"prefix_dense_sliding_window_pattern = {every}, and llama.cpp rotates in all dense blocks"
-    if config.num_shared_experts and (how := config.shared_expert_combination_strategy) != "average":
-        return f"shared_expert_combination_strategy = {how!r}, and llama.cpp computes 'average'"
-    return None
-
-
-def _value_scale(config: Any) -> float:
-    return 1.0 if config.attention_value_scale is None else float(config.attention_value_scale)
-
-
 def _mimo_heads(config: Any) -> list[int]:
     """Blocks with a window have twice the key heads."""
     return [config.num_key_value_heads * (2 if kind == SLIDING else 1) for kind in config.layer_types]
-
-
-def _mimo_blocks(config: Any) -> str | None:
-    """llama.cpp turns as many values in all blocks, and has no scale of 0; transformers has a share of its own."""
-    if config.num_attention_heads % max(_mimo_heads(config)):
-        return f"{config.num_attention_heads} query heads and {max(_mimo_heads(config))} key heads"
-    shares = [config.rope_parameters[kind].get("partial_rotary_factor") for kind in sorted(set(config.layer_types))]
-    if None in shares or len(set(shares)) > 1:
-        return f"partial_rotary_factor = {shares}, and llama.cpp has one for all blocks"
-    return "attention_value_scale = 0, and llama.cpp has none then" if _value_scale(config) == 0 else None
 
 
 def _laguna_turns(config: Any) -> int | None:
@@ -211,36 +173,8 @@ def _laguna_turns(config: Any) -> int | None:
     return None if local is None else int(config.head_dim * local.get("partial_rotary_factor", 1.0))
 
 
-def _laguna_blocks(config: Any) -> str | None:
-    heads, keys, turns = list(config.num_attention_heads_per_layer), config.num_key_value_heads, _laguna_turns(config)
-    if turns is not None and (turns % 2 or not turns):
-        return f"{turns} values of a head that turn in blocks with a window"
-    return f"{heads} query heads and {keys} key heads" if any(count % keys for count in heads) else None
-
-
-def _minimax_blocks(config: Any) -> str | None:
-    """llama.cpp has blocks without experts first, and an indexer in all others (src/models/minimax-m3.cpp)."""
-    kinds, attention = list(config.mlp_layer_types), list(config.layer_types)
-    count = kinds.count("dense")
-    if kinds != ["dense"] * count + ["sparse"] * (len(kinds) - count):
-        return f"mlp_layer_types = {kinds}, and llama.cpp has dense blocks first"
-    if attention != ["full_attention"] * count + ["minimax_m3_sparse"] * (len(kinds) - count):
-        return f"layer_types = {attention}, and llama.cpp attends to some tokens alone where a block has experts"
-    return None
-
-
-def _minimax_indexer(config: Any) -> str | None:
-    """llama.cpp turns as many values of an indexer's head as of the others."""
-    turned = int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
-    if config.index_head_dim < turned:
-        return f"index_head_dim = {config.index_head_dim}, and llama.cpp turns {turned} values of it"
-    if config.index_block_size < 1 or config.index_topk_blocks < 1:
-        return f"{config.index_topk_blocks} blocks of {config.index_block_size} tokens"
-    return None
-
-
-def _minimax_experts(config: Any) -> str | None:
-    return whole_experts("shared_intermediate_size", config.shared_intermediate_size, config.intermediate_size)
+def _minimax_turns(config: Any) -> int:
+    return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
 
 def _minimax_halves(stem: str, setting: str) -> Stack:
@@ -256,7 +190,7 @@ _MIXTRAL = Architecture(
 _QWEN3 = Architecture(
     "qwen3_moe", "qwen3moe", (*weights(*ATTENTION, *HEAD_NORMS, *NORMS, "mlp.gate"), *PLAIN_EXPERTS),
     keys=RMS | EXPERTS_USED | EXPERT_INNER | {EXPERTS: "num_experts"},
-    required_config={**UNBIASED, "norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    required_config={**UNBIASED, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )  # fmt: skip
 _GRANITE = _MIXTRAL.like(
     "granitemoe", "granitemoe",
@@ -265,7 +199,7 @@ _GRANITE = _MIXTRAL.like(
 )  # fmt: skip
 _ROUTED = Architecture(
     "dots1", "dots1", weights(*ATTENTION, *HEAD_NORMS, *NORMS),
-    per_block=mixed(before_experts, *weights("mlp.gate", *SHARED_EXPERTS), SCORES), gguf_names={SCORES: AS_SCORES},
+    per_block=mixed(before_experts, *weights("mlp.gate", *SHARED_EXPERTS), SCORES),
     keys=routed(SIGMOID) | {EXPERTS: "n_routed_experts"},
 )  # fmt: skip
 _GLM4 = _ROUTED.like(
@@ -276,12 +210,15 @@ _GLM4 = _ROUTED.like(
 )  # fmt: skip
 _WINDOWS = windows(None)
 _GRANITE_SWA: dict[str, Any] = {
-    "transforms": ROTARY, "rope_types": ("default",), "follows_window": True, "checks": (_some_slide, _one_theta),
+    "transforms": ROTARY, "rope_types": ("default",), "follows_window": True,
+    "checks": (_SOME_SLIDE, require(  # llama.cpp rotates by one base in all blocks that rotate
+        lambda config: {*config.layer_rope_theta} <= {0, config.rope_parameters["rope_theta"]},
+        "layer_rope_theta = {0.layer_rope_theta}, and llama.cpp has one base or none",
+    )),
     "keys": RMS | GRANITE_SCALES | _WINDOWS | {
         "attention.rope_pattern": lambda config: [bool(base) for base in config.layer_rope_theta]
     },
 }  # fmt: skip
-_SINKS = {"self_attn.sinks": "attn_sinks.weight"}
 _INDEXER = {
     f"self_attn.indexer.{part}.weight": f"indexer.{part}.weight" for part in ("q_proj", "k_proj", "q_norm", "k_norm")
 }
@@ -291,15 +228,15 @@ ROWS = (
     _QWEN3,
     Architecture(
         "qwen2_moe", "qwen2moe", (*weights(*ATTENTION, *NORMS, "mlp.gate", *SHARED_PARTS), *PLAIN_EXPERTS),
-        per_block=(("qkv_bias", QUERY_KEY_VALUE_BIASES),), head_always=True, keys=_QWEN3.keys | SHARED_INNER,
+        per_block=(("qkv_bias", QUERY_KEY_VALUE_BIASES),), head_always=True, keys={**_QWEN3.keys, **SHARED_INNER},
         required_config={
-            "hidden_act": SILU, "norm_topk_prob": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)
+            "hidden_act": SILU, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []
         },
     ),
     Architecture(
         "olmoe", "olmoe", _QWEN3.parts, head_always=True, rope_types=("default",), shapes=_WIDE_NORMS,
         keys=RMS | EXPERTS_USED | {EXPERTS: "num_experts"},
-        required_config={**UNBIASED, **EQUAL_HEADS, "norm_topk_prob": (False,), "clip_qkv": (None,)},
+        required_config={**UNBIASED, **EQUAL_HEADS, "norm_topk_prob": False, "clip_qkv": None},
     ),
     Architecture(
         "gpt_oss", "gpt-oss",
@@ -307,7 +244,7 @@ ROWS = (
             *weights(*ATTENTION, *NORMS, "mlp.router"), *biases(*ATTENTION, "mlp.router"), "self_attn.sinks",
             *PLAIN_EXPERTS, *experts_of("mlp.experts", kind="bias"),
         ),
-        gguf_names=_SINKS, head_always=True, follows_window=True,
+        head_always=True, follows_window=True,
         stacks=(
             *fused_experts("mlp.experts", transposed=True, interleaved=True),
             Stack("mlp.experts.gate_up_proj_bias", experts_of("mlp.experts", kind="bias")[:2], interleaved=True),
@@ -317,18 +254,18 @@ ROWS = (
             EXPERTS: "num_local_experts"
         },
         required_config={
-            "hidden_act": SILU, "attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,),
+            "hidden_act": SILU, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
         },
     ),
     _GRANITE,
     _GRANITE.like(
-        "granitemoeshared", per_block=(("shared_intermediate_size", GRANITE_SHARED),), gguf_names=AS_SHARED,
+        "granitemoeshared", per_block=(("shared_intermediate_size", GRANITE_SHARED),),
         stacks=(*GRANITE_STACKS, GRANITE_SHARED_STACK), keys=_SHARED_LENGTH,
     ),
     Architecture(
         "hy_v3", "hy_v3", weights(*ATTENTION, *HEAD_NORMS, *NORMS), names_like="dots1",
         per_block=mixed(is_dense, *weights("mlp.router.gate", *_SHARED_MLP), "mlp.expert_bias"),
-        gguf_names={"mlp.expert_bias": "exp_probs_b", "mlp.router.gate.weight": "ffn_gate_inp.weight"},
+        gguf_names={"mlp.expert_bias": "exp_probs_b"},
         keys=RMS | EXPERTS_USED | EXPERT_INNER | {
             EXPERTS: "num_experts",
             "expert_shared_feed_forward_length":
@@ -340,7 +277,7 @@ ROWS = (
     _GLM4.like(
         "solar_open", per_block=(), rope_types=("default", "yarn"), required_config=UNBIASED,
         parts=(*weights(*ATTENTION, *NORMS, "mlp.gate", *SHARED_EXPERTS), SCORES, *PLAIN_EXPERTS),
-        keys={INNER: "moe_intermediate_size", "leading_dense_block_count": lambda _config: 0},
+        keys={INNER: "moe_intermediate_size", "leading_dense_block_count": 0},
     ),
     Architecture(
         "minimax_m2", "minimax-m2",
@@ -348,10 +285,10 @@ ROWS = (
             *weights(*ATTENTION, *HEAD_NORMS, *NORMS, "block_sparse_moe.gate"),
             "block_sparse_moe.e_score_correction_bias", *W_EXPERTS,
         ),
-        head_always=True, partial_rotary=True, gguf_names={"block_sparse_moe.e_score_correction_bias": AS_SCORES},
+        head_always=True, partial_rotary=True,
         keys=RMS | EXPERTS_USED | {
             EXPERTS: "num_local_experts", "expert_feed_forward_length": "intermediate_size",
-            "expert_gating_func": lambda _config: SIGMOID,
+            "expert_gating_func": SIGMOID,
         },
         shapes=_WIDE_NORMS, rope_types=("default",),
     ),
@@ -360,7 +297,6 @@ ROWS = (
         per_block=mixed(
             unless(_ernie_sparse), *weights("mlp.gate", *SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias"
         ),
-        gguf_names={"mlp.moe_statics.e_score_correction_bias": AS_SCORES},
         shapes={"exp_probs_b": ("one", "experts", "one")},  # a bias, which has not the last
         keys=RMS | {
             EXPERTS: "moe_num_experts",
@@ -372,7 +308,7 @@ ROWS = (
         },
         rope_types=("default",),
         required_config={
-            "hidden_act": SILU, "use_bias": (False,),
+            "hidden_act": SILU, "use_bias": False,
             "moe_layer_end_index": lambda config: (config.num_hidden_layers - 1, -1),
         },
     ),
@@ -391,21 +327,23 @@ ROWS = (
             EXPERTS: "num_local_experts", INNER: "intermediate_size_mlp",
             "expert_feed_forward_length": "intermediate_size", "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
-        checks=(_some_fourth,), follows_window=True,
+        checks=(require(
+            lambda config: config.num_hidden_layers > 3,
+            "{0.num_hidden_layers} blocks; llama.cpp ends the program where none is a fourth, without rope",
+        ),),
+        follows_window=True,
         required_config={
             "no_rope_layers": every_fourth(0, 1), "layer_types": every_fourth(FULL, "chunked_attention"),
-            "moe_layers": lambda config: (
-                [block for block in range(config.num_hidden_layers) if _routes(config, block)],
-            ),
-            "use_qk_norm": lambda config: (config.num_local_experts != 128,),
-            "attention_chunk_size": (8192,), "attn_temperature_tuning": (True, 1, 4), "floor_scale": (8192,),
-            "attn_scale": (0.1,), **UNBIASED,
+            "moe_layers":
+                lambda config: [block for block in range(config.num_hidden_layers) if _routes(config, block)],
+            "use_qk_norm": lambda config: config.num_local_experts != 128,
+            "attention_chunk_size": 8192, "attn_temperature_tuning": (True, 1, 4), "floor_scale": 8192,
+            "attn_scale": 0.1, **UNBIASED,
         },
     ),
     _ROUTED.like(
         "exaone_moe", "exaone-moe", head_always=True, required_config=_EVERY_FOURTH, follows_window=True,
         per_block=mixed(before_experts, *weights("mlp.gate", *SHARED_EXPERTS), "mlp.e_score_correction_bias"),
-        gguf_names={"mlp.e_score_correction_bias": AS_SCORES},
         keys={EXPERTS: "num_experts", "expert_shared_count": "num_shared_experts"} | windows(4),
     ),
     Architecture(
@@ -413,12 +351,12 @@ ROWS = (
         weights(*ATTENTION, "self_attn.gate_proj", *HEAD_NORMS, *NORMS, "pre_mlp_layernorm", "post_mlp_layernorm"),
         head_always=True, follows_window=True,
         per_block=mixed(in_dense_layers, *weights("mlp.router.gate", *SHARED_EXPERTS), "mlp.expert_bias"),
-        gguf_names={"mlp.expert_bias": AS_SCORES}, shapes={"attn_gate": ("queries", "hidden")},
+        shapes={"attn_gate": ("queries", "hidden")},
         keys=RMS | EXPERTS_USED | EXPERT_INNER | windows(4) | {
             EXPERTS: "num_experts", "leading_dense_block_count": "num_dense_layers",
             "expert_shared_count": "num_shared_experts",
         } | _weighed("route_scale"),
-        required_config={**UNBIASED, **_EVERY_FOURTH, "mup_enabled": (True,)},
+        required_config={**UNBIASED, **_EVERY_FOURTH, "mup_enabled": True},
     ),
     Architecture(
         "hunyuan_v1_moe", "hunyuan-moe",
@@ -436,7 +374,7 @@ ROWS = (
         },
     ),
     Architecture(
-        "granite_swa", "granite_swa", (*LLAMA, "self_attn.sinks"), names_like="granite", gguf_names=_SINKS,
+        "granite_swa", "granite_swa", (*LLAMA, "self_attn.sinks"), names_like="granite",
         required_config=UNBIASED_MLP, **_GRANITE_SWA,
     ),
     Architecture(
@@ -449,7 +387,7 @@ ROWS = (
             "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
             "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
         }),),
-        names_like="granitemoe", gguf_names=_SINKS | {"block_sparse_moe.router.weight": "ffn_gate_inp.weight"},
+        names_like="granitemoe",
         stacks=fused_experts("block_sparse_moe.experts"), shapes={"ffn_up_shexp": ("two shared inner", "hidden")},
         required_config=UNBIASED, **_GRANITE_SWA | {
             "keys": _GRANITE_SWA["keys"] | EXPERTS_USED | _SHARED_LENGTH | {EXPERTS: "num_local_experts"}
@@ -460,10 +398,14 @@ ROWS = (
         keys=RMS | EXPERTS_USED | _WINDOWS | EXPERT_INNER | {
             EXPERTS: "num_experts", "attention.sliding_window": _window_or_none
         },
-        checks=(_equal_thetas,), follows_window=True, rope_types=("default", "yarn"),
+        checks=(require(  # llama.cpp leaves the scaling out in blocks with a window, and takes the base of the others
+            lambda config: len({config.rope_parameters[kind]["rope_theta"] for kind in config.layer_types}) == 1,
+            "rope_theta = {0.rope_parameters}, and llama.cpp has one for all blocks",
+        ),),
+        follows_window=True, rope_types=("default", "yarn"),
         required_config={
-            **UNBIASED, "norm_topk_prob": (True,),
-            "mlp_layer_types": lambda config: (["sparse"] * config.num_hidden_layers,),
+            **UNBIASED, "norm_topk_prob": True,
+            "mlp_layer_types": lambda config: ["sparse"] * config.num_hidden_layers,
         },
     ),
     Architecture(
@@ -485,7 +427,21 @@ ROWS = (
                 lambda config: bool(config.expert_selection_fn == "softmax" or config.norm_topk_prob),
             "expert_gating_func": lambda config: SIGMOID if config.expert_selection_fn == "sigmoid" else SOFTMAX,
         },
-        checks=(_some_slide, dense_first, _cohere_blocks), follows_window=True, rope_types=("default",),
+        checks=(
+            _SOME_SLIDE, DENSE_FIRST,
+            require(
+                lambda config: config.prefix_dense_sliding_window_pattern == 1
+                or {*config.layer_types[: list(config.mlp_layer_types).count("dense")]} <= {SLIDING},
+                "prefix_dense_sliding_window_pattern = {0.prefix_dense_sliding_window_pattern}, and llama.cpp rotates "
+                "in all dense blocks",
+            ),
+            require(
+                lambda config: not config.num_shared_experts or config.shared_expert_combination_strategy == "average",
+                "shared_expert_combination_strategy = {0.shared_expert_combination_strategy!r}, and llama.cpp computes "
+                "'average'",
+            ),
+        ),
+        follows_window=True, rope_types=("default",),
         required_config={**UNBIASED, "expert_selection_fn": ("softmax", "sigmoid")},
     ),
     Architecture(
@@ -494,38 +450,61 @@ ROWS = (
             *mixed(is_dense, *weights("mlp.gate"), SCORES),
             (lambda config, block: config.layer_types[block] == SLIDING, ("self_attn.attention_sink_bias",)),
         ),
-        gguf_names={"self_attn.attention_sink_bias": "attn_sinks.weight", SCORES: AS_SCORES},
         shapes={"attn_v": ("key heads' values", "hidden"), "attn_output": ("hidden", "values")},
         keys=RMS | EXPERTS_USED | _WINDOWS | {
             EXPERTS: "n_routed_experts", KEY_HEADS: lambda config: one_or_list(_mimo_heads(config)),
-            "attention.value_length": "v_head_dim", "attention.value_scale": _value_scale,
+            "attention.value_length": "v_head_dim", "attention.value_scale":
+                lambda config: 1.0 if config.attention_value_scale is None else float(config.attention_value_scale),
             "expert_feed_forward_length": "moe_intermediate_size",
             "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
         },
-        checks=(_some_slide, _mimo_blocks), follows_window=True, rope_types=("default",),
-        required_config={**UNBIASED, "norm_topk_prob": (True,), "routed_scaling_factor": (1.0,)},
+        checks=(
+            _SOME_SLIDE,
+            require(
+                lambda config: config.num_attention_heads % max(_mimo_heads(config)) == 0,
+                "{0.num_attention_heads} query heads, which twice the {0.num_key_value_heads} key heads do not divide",
+            ),
+            require(
+                lambda config: len(shares := {
+                    config.rope_parameters[kind].get("partial_rotary_factor") for kind in config.layer_types
+                }) == 1 and None not in shares,
+                "rope_parameters = {0.rope_parameters}, and llama.cpp has one partial_rotary_factor for all blocks",
+            ),
+            require(
+                lambda config: config.attention_value_scale != 0,
+                "attention_value_scale = 0, and llama.cpp has none then",
+            ),
+        ),
+        follows_window=True, rope_types=("default",),
+        required_config={**UNBIASED, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
     ),
     Architecture(
         "laguna", "laguna", weights(*ATTENTION, "self_attn.g_proj", *HEAD_NORMS, *NORMS), names_like="dots1",
         per_block=mixed(is_dense, *weights("mlp.gate", *SHARED_EXPERT), "mlp.experts.e_score_correction_bias"),
-        gguf_names={
-            "self_attn.g_proj.weight": "attn_gate.weight", "mlp.experts.e_score_correction_bias": AS_SCORES,
-            **{f"mlp.shared_expert.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in KINDS},
-        },
         by_block=True, partial_rotary=True, shapes={"attn_gate": ("gates", "hidden")},
         gate=lambda config: 1 if config.gating in (True, "per-head") else config.head_dim,
         keys=RMS | EXPERTS_USED | EXPERT_INNER | SHARED_INNER | _WINDOWS | {
             EXPERTS: "num_experts", QUERY_HEADS: lambda config: one_or_list(config.num_attention_heads_per_layer),
             "attention.sliding_window": _window_or_none, "rope.dimension_count_swa": _laguna_turns,
         } | DENSE_BLOCKS | _weighed("moe_routed_scaling_factor"),
-        checks=(dense_first, _laguna_blocks), follows_window=True, rope_types=("default", "yarn"),
-        required_config={**UNBIASED, "moe_router_logit_softcapping": (0.0,)},
+        checks=(
+            DENSE_FIRST,
+            require(
+                lambda config: (turns := _laguna_turns(config)) is None or (turns and turns % 2 == 0),
+                "rope_parameters = {0.rope_parameters}, and an even number of values must turn in blocks with a window",
+            ),
+            require(
+                lambda config: not any(n % config.num_key_value_heads for n in config.num_attention_heads_per_layer),
+                "{0.num_attention_heads_per_layer} query heads and {0.num_key_value_heads} key heads",
+            ),
+        ),
+        follows_window=True, rope_types=("default", "yarn"),
+        required_config={**UNBIASED, "moe_router_logit_softcapping": 0.0},
     ),
     Architecture(
         "minimax_m3_vl_text", "minimax-m3", weights(*ATTENTION, *HEAD_NORMS, *NORMS), names_like="dots1",
         head_always=True, partial_rotary=True, norm_shift=1.0, rope_types=("default",),
         per_block=(*mixed(is_dense, *weights("mlp.gate", *SHARED_EXPERTS), SCORES), (unless(is_dense), _INDEXER)),
-        gguf_names={SCORES: AS_SCORES},
         stacks=(
             _minimax_halves("mlp", "dense_intermediate_size"),
             _minimax_halves("mlp.shared_experts", "shared_intermediate_size"), *fused_experts("mlp.experts"),
@@ -540,10 +519,27 @@ ROWS = (
             "attention.indexer.local_blocks": "index_local_blocks",
         },
         required_config={
-            "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,),
-            "index_n_heads": lambda config: (config.num_key_value_heads,),
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+            "index_n_heads": lambda config: config.num_key_value_heads,
         },
-        checks=(_minimax_blocks, _minimax_indexer, _minimax_experts),
+        checks=(
+            DENSE_FIRST,
+            require(
+                lambda config: list(config.layer_types) == [
+                    FULL if is_dense(config, n) else "minimax_m3_sparse" for n in range(config.num_hidden_layers)
+                ],
+                "layer_types = {0.layer_types}, and llama.cpp attends to some tokens alone where a block has experts",
+            ),
+            require(
+                lambda config: config.index_head_dim >= _minimax_turns(config),
+                "index_head_dim = {0.index_head_dim}, and llama.cpp turns as many values as of the other heads",
+            ),
+            require(
+                lambda config: min(config.index_block_size, config.index_topk_blocks) > 0,
+                "{0.index_topk_blocks} blocks of {0.index_block_size} tokens",
+            ),
+            whole_experts("shared_intermediate_size", "intermediate_size", "shared_intermediate_size"),
+        ),
         differs="llama.cpp attends to some blocks of tokens alone with flash attention on (-fa on), and to all else",
     ),
 )  # fmt: skip

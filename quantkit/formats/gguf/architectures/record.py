@@ -8,7 +8,7 @@ conversion/ and src/models/.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from quantkit.formats.gguf.row_orders import KEY_HALVES, QUERY_HALVES, Order
 from quantkit.formats.gguf.shapes import Lengths
 
-Setting = str | Callable[[Any], Any]  # a field of the transformers configuration, or what is made of it
+# A field of the transformers configuration, what is made of it, or what llama.cpp has fixed.
+Setting = str | Callable[[Any], Any] | float | None
 Condition = str | Callable[[Any, int], Any]  # the same, of a configuration and a block's number
 Parts = tuple[str, ...] | Mapping[str, str]  # with their names in the file, where those depend on the condition
 Values = NDArray[np.float32]
-Checks = tuple[Callable[[Any], str | None], ...]
-RequiredConfig = Mapping[str, tuple[Any, ...] | Callable[[Any], tuple[Any, ...]]]  # the values that a setting may have
+Check = Callable[[Any], str | None]  # of a configuration: what is wrong
+RequiredConfig = Mapping[str, Any]  # what settings must be: a value, a tuple of them, or what makes these of the others
 SILU = ("silu", "swish")
 # ggml has one GELU, the approximation with tanh; the exact one differs by less than 5e-4.
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -44,16 +45,30 @@ GRANITE_SCALES: dict[str, Setting] = {
     "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 EXPERTS_USED: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
-NO_BIAS: RequiredConfig = {"attention_bias": (False,)}
-EQUAL_HEADS: RequiredConfig = {"num_key_value_heads": lambda config: (config.num_attention_heads,)}
+NO_BIAS: RequiredConfig = {"attention_bias": False}
+EQUAL_HEADS: RequiredConfig = {"num_key_value_heads": lambda config: config.num_attention_heads}
 UNBIASED: RequiredConfig = {"hidden_act": SILU, **NO_BIAS}
-UNBIASED_MLP: RequiredConfig = {**UNBIASED, "mlp_bias": (False,)}
+UNBIASED_MLP: RequiredConfig = {**UNBIASED, "mlp_bias": False}
 # What a block lacks that takes the keys and values of an earlier one.
 OWN_KEYS = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
-# What an expert's or a head's matrix is called, and the tensor of the file that has all of them.
-STACKED = {
-    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
-    "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps", "keys": "attn_k_b", "values": "attn_v_b",
+# How the names of parts end that gguf's maps lack, and their names in the file, both without ``.weight`` or ``.bias``.
+# The first that fits counts.
+ENDINGS = {
+    "{expert}.gate_proj": "ffn_gate_exps", "{expert}.up_proj": "ffn_up_exps", "{expert}.down_proj": "ffn_down_exps",
+    "{expert}.w1": "ffn_gate_exps", "{expert}.w3": "ffn_up_exps", "{expert}.w2": "ffn_down_exps",
+    "keys.{head}": "attn_k_b", "values.{head}": "attn_v_b",
+    "altup_projections.{state}": "altup_proj", "altup_unembed_projections.{state}": "altup_unembd_proj",
+    "correct_output_scale": "altup_correct_scale.weight", "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "mixer.gate": "ffn_gate_inp", "block_sparse_moe.router": "ffn_gate_inp",
+    "shared_experts.up_proj": "ffn_up_shexp", "shared_experts.down_proj": "ffn_down_shexp",
+    "shared_mlp.gate": "ffn_gate_shexp", "shared_mlp.up": "ffn_up_shexp",
+    "e_score_correction_bias": "exp_probs_b.bias", "expert_bias": "exp_probs_b.bias",
+    "sinks": "attn_sinks.weight", "sink_bias": "attn_sinks.weight",
+    "A_log": "ssm_a", ".D": "ssm_d", "dt_bias": "ssm_dt.bias", "b_proj": "ssm_beta", "o_norm": "ssm_norm",
+    "q_conv1d": "ssm_conv1d_q", "k_conv1d": "ssm_conv1d_k", "v_conv1d": "ssm_conv1d_v",
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "kv_a_layernorm": "attn_kv_a_norm", "g_proj": "attn_gate", "k_rope_only_layernorm": "attn_k_norm",
 }  # fmt: skip
 
 
@@ -89,6 +104,10 @@ class Transform:
     sqrt_factors: tuple[str, str] | None = None
     source_shape: tuple[int, ...] = (-1,)
     split: Mapping[str, Order] = field(default_factory=dict)
+
+
+# By the ends of parts, as `ENDINGS`, where an architecture has none of its own.
+TRANSFORMS = {"A_log": Transform(function=MINUS_EXP), "keys.{head}": Transform(transposed=True)}
 
 
 @dataclass(frozen=True)
@@ -128,14 +147,14 @@ class Tensors:
 
     `blocks` is the dotted name of the list of blocks; `parts` are those that every block has, `per_block` those that
     only some have. `outside` are the tensors beside the blocks, the embedding first, `outside_if` those that a model
-    has where a setting says so. Names in the file are those of gguf's own maps of `names_like` (none: of the
-    architecture), or of `gguf_names`. `stacks` are the tensors of a checkpoint that hold several parts, `shapes` the
-    shapes that differ from `shapes.SHAPES`. `same_inputs`: a part that nobody measures -> one with its inputs.
+    has where a setting says so. Names in the file are those of `gguf_names`, of gguf's own maps of `names_like` (none:
+    of the architecture), or of `ENDINGS`. `stacks` are the tensors of a checkpoint that hold several parts, `shapes`
+    those that differ from `shapes.SHAPES`. `same_inputs`: a part that nobody measures -> one with its inputs.
 
-    `transforms` are by the parts' names without ``.weight`` or ``.bias``; `norm_shift` is added to every norm that has
-    none. `multipliers` are numbers of a configuration that a part, or a tensor outside, is multiplied by, one or
-    (rows, number) pairs: they are put into the weights, and a file's configuration has `multiplied`. `scalars`: part
-    -> the key that lists the one value that a tensor of each block has, and its shape.
+    `transforms` are by the parts' names without ``.weight`` or ``.bias``, else those of `TRANSFORMS`; `norm_shift` is
+    added to every norm that has none. `multipliers` are numbers of a configuration that a part, or a tensor outside, is
+    multiplied by, one or (rows, number) pairs: they are put into the weights, and a file's configuration has
+    `multiplied`. `scalars`: part -> the key that lists the one value that a tensor of each block has, and its shape.
 
     `head_always`: llama.cpp wants a head of its own also where it is tied. `shares_keys`: the last blocks, as many as
     `num_kv_shared_layers` says, take keys and values of earlier ones; what a checkpoint has in their place is left out,
@@ -168,6 +187,12 @@ class Tensors:
         """What some checkpoints leave out in front of their names."""
         return self.blocks.partition(".")[0] + "."
 
+    def block_and_part(self, name: str) -> tuple[int, str]:
+        """Return a tensor's block and part, -1 and its name outside of the blocks; `name` may lack the prefix."""
+        own, stem = name.removeprefix(self.prefix), self.blocks.removeprefix(self.prefix) + "."
+        block, _, part = own.removeprefix(stem).partition(".")
+        return (int(block), part) if own.startswith(stem) and block.isdecimal() else (-1, own)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
@@ -180,7 +205,7 @@ class Keys:
     """
 
     keys: Mapping[str, Setting] = field(default_factory=dict)
-    gate: Setting = lambda _config: 1
+    gate: Setting = 1
     rope_types: tuple[str, ...] = ROPES
     partial_rotary: bool = False
     rotated_apart: bool = False
@@ -198,7 +223,7 @@ class Refusals:
     """
 
     required_config: RequiredConfig = field(default_factory=lambda: {"hidden_act": SILU})
-    checks: Checks = ()
+    checks: tuple[Check, ...] = ()
     follows_window: bool = False
     fixed_epsilon: str = ""
     differs: str = ""
@@ -210,14 +235,18 @@ class Architecture(Tensors, Keys, Refusals, Names):
 
     def like(self, model_type: str, name: str = "", **changes: Any) -> Architecture:
         """Return this row for another model type: mappings are added to this row's, all else is in its place."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        merged = {key: {**own[key], **value} if isinstance(value, Mapping) else value for key, value in changes.items()}
+        merged: dict[str, Any] = {
+            key: {**getattr(self, key), **value} if isinstance(value, Mapping) else value
+            for key, value in changes.items()
+        }
         return replace(self, model_type=model_type, name=name or self.name, **merged)
 
 
 def of_config(config: Any, setting: Setting) -> Any:
     """Return what a setting of a row is in a configuration of transformers."""
-    return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting(config)
+    if callable(setting):
+        return setting(config)
+    return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting
 
 
 def weights(*parts: str) -> tuple[str, ...]:
@@ -270,14 +299,19 @@ def one_or_list(numbers: Sequence[int]) -> int | list[int]:
     return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
+def require(holds: Callable[[Any], Any], otherwise: str) -> Check:
+    """Return a check of a configuration, which is {0} in the message."""
+    return lambda config: None if holds(config) else otherwise.format(config)
+
+
 def takes_keys(config: Any, block: int) -> bool:
     """Whether a block takes the keys and values of an earlier one."""
     return bool(block >= config.num_hidden_layers - config.num_kv_shared_layers)
 
 
-def every_fourth(fourth: Any, others: Any) -> Callable[[Any], tuple[Any, ...]]:
+def every_fourth(fourth: Any, others: Any) -> Callable[[Any], list[Any]]:
     """Return the list of a setting of each block, of which every fourth has another."""
-    return lambda config: ([fourth if (block + 1) % 4 == 0 else others for block in range(config.num_hidden_layers)],)
+    return lambda config: [fourth if (block + 1) % 4 == 0 else others for block in range(config.num_hidden_layers)]
 
 
 LLAMA = weights(*ATTENTION, *MLP, *NORMS)

@@ -14,21 +14,19 @@ from quantkit.formats.gguf.architectures.latent import (
     latent_key,
     of_heads,
     stack_of_heads,
-    turned_keys,
     whole_key,
 )
 from quantkit.formats.gguf.architectures.mixtures import (
-    AS_SCORES,
-    AS_SHARED,
     DENSE_BLOCKS,
+    DENSE_FIRST,
     EXPERT_INNER,
+    GRANITE_SHARED,
     GRANITE_SHARED_STACK,
     GRANITE_STACKS,
     KINDS,
     SHARED_INNER,
     SHARED_PARTS,
     SIGMOID,
-    dense_first,
     in_dense_layers,
     is_dense,
     routed,
@@ -51,11 +49,11 @@ from quantkit.formats.gguf.architectures.record import (
     UNBIASED,
     W_EXPERTS,
     Architecture,
-    Function,
     Parts,
     Setting,
     Transform,
     experts_of,
+    require,
     unless,
     weights,
 )
@@ -83,20 +81,19 @@ def _key_heads(config: Any) -> list[int]:
     return [config.num_key_value_heads * _attends(config, block) for block in range(config.num_hidden_layers)]
 
 
-def _both_kinds(config: Any) -> str | None:
-    """llama.cpp ends the program where no block has attention, or none is recurrent: a half of its memory is empty."""
-    kinds = set(config.layer_types)
-    if kinds & ATTENDS and kinds & RECURS:
-        return None
-    return f"blocks of {', '.join(sorted(kinds))} alone, and llama.cpp ends without attention or recurrence"
-
+# llama.cpp ends the program where no block has attention, or none is recurrent: a half of its memory is empty.
+_BOTH_KINDS = require(
+    lambda config: ATTENDS & {*config.layer_types} and RECURS & {*config.layer_types},
+    "layer_types = {0.layer_types}, and llama.cpp ends the program without attention or recurrence",
+)
 
 # Short convolutions
 
 
-def _known_blocks(config: Any) -> str | None:
-    known = {"full_attention", "conv", "linear_attention"}
-    return None if set(config.layer_types) <= known else f"layer_types = {config.layer_types}"
+_KNOWN_BLOCKS = require(
+    lambda config: {*config.layer_types} <= {"full_attention", "conv", "linear_attention"},
+    "layer_types = {0.layer_types}",
+)
 
 
 def _lfm2_inner(config: Any) -> int:
@@ -117,7 +114,7 @@ _LFM2 = Architecture(
         (_attends, weights(*ATTENTION[:3], "self_attn.out_proj", "self_attn.q_layernorm", "self_attn.k_layernorm")),
         (_recurs, weights("conv.conv", "conv.in_proj", "conv.out_proj")),
     ),
-    rope_types=("default",), required_config={"conv_bias": (False,)}, checks=(_known_blocks, _both_kinds),
+    rope_types=("default",), required_config={"conv_bias": False}, checks=(_KNOWN_BLOCKS, _BOTH_KINDS),
 )  # fmt: skip
 _LFM2_KEYS: dict[str, Setting] = {
     "attention.layer_norm_rms_epsilon": "norm_eps",
@@ -137,12 +134,6 @@ def _sections(config: Any) -> list[int]:
     return [*given, 0, 0, 0, 0][:4]
 
 
-def _few_sections(config: Any) -> str | None:
-    """llama.cpp ends the program where the sections are longer than a head."""
-    count = sum(_sections(config))
-    return f"mrope_section = {_sections(config)} in heads of {config.head_dim}" if count > config.head_dim else None
-
-
 def _delta_blocks(*projections: str) -> tuple[Any, ...]:
     own = weights(*(f"{_DELTA}.{part}" for part in (*projections, "conv1d", "norm", "out_proj")))
     return (_attends, weights(*ATTENTION, *HEAD_NORMS)), (_recurs, (*own, f"{_DELTA}.A_log", f"{_DELTA}.dt_bias"))
@@ -151,13 +142,8 @@ def _delta_blocks(*projections: str) -> tuple[Any, ...]:
 _QWEN3_NEXT = Architecture(
     "qwen3_next", "qwen3next", (*weights(*NORMS, "mlp.gate", *SHARED_PARTS), *PLAIN_EXPERTS), norm_shift=1.0,
     per_block=_delta_blocks("in_proj_qkvz", "in_proj_ba"),
-    gguf_names={
-        f"{_DELTA}.A_log": "ssm_a", f"{_DELTA}.dt_bias": "ssm_dt.bias", f"{_DELTA}.norm.weight": "ssm_norm.weight",
-        f"{_DELTA}.conv1d.weight": "ssm_conv1d.weight", f"{_DELTA}.out_proj.weight": "ssm_out.weight",
-        f"{_DELTA}.in_proj_ba.weight": "ssm_ba.weight",
-    },
     transforms={
-        f"{_DELTA}.A_log": Transform(function=MINUS_EXP), f"{_DELTA}.norm": Transform(),
+        f"{_DELTA}.norm": Transform(),
         f"{_DELTA}.in_proj_qkvz": Transform(
             split={"attn_qkv.weight": CHANNELS_OF_GROUPS, "attn_gate.weight": GATES_OF_GROUPS}
         ),
@@ -169,36 +155,34 @@ _QWEN3_NEXT = Architecture(
         "ssm.inner_size": lambda config: config.linear_value_head_dim * config.linear_num_value_heads,
         "attention.recurrent_layers": lambda config: [kind == "linear_attention" for kind in config.layer_types],
     },
-    rope_types=("default",), checks=(_known_blocks, _both_kinds), fixed_epsilon=DELTA_LENGTHS,
-    required_config={**UNBIASED, "linear_value_head_dim": lambda config: (config.linear_key_head_dim,)},
+    rope_types=("default",), checks=(_KNOWN_BLOCKS, _BOTH_KINDS), fixed_epsilon=DELTA_LENGTHS,
+    required_config={**UNBIASED, "linear_value_head_dim": lambda config: config.linear_key_head_dim},
 )  # fmt: skip
 _MIXTURE_KEYS = EXPERTS_USED | EXPERT_INNER | SHARED_INNER | {EXPERTS: "num_experts"}
 # Qwen 3.5: value heads that share a key head lie apart in the file, so that they repeat like tiles.
 _QWEN35 = _QWEN3_NEXT.like(
     "qwen3_5_text", "qwen35", parts=weights(*NORMS, *MLP),
     per_block=_delta_blocks("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
-    gguf_names={
-        f"{_DELTA}.in_proj_{part}.weight": f"{name}.weight"
-        for part, name in (("qkv", "attn_qkv"), ("z", "attn_gate"), ("a", "ssm_alpha"), ("b", "ssm_beta"))
-    },
     transforms={
         f"{_DELTA}.A_log": Transform(TILED_HEADS, function=MINUS_EXP),
         **dict.fromkeys((f"{_DELTA}.{part}" for part in ("dt_bias", "in_proj_a", "in_proj_b")), Transform(TILED_HEADS)),
         **dict.fromkeys((f"{_DELTA}.{part}" for part in ("in_proj_qkv", "conv1d")), Transform(TILED_CHANNELS)),
         f"{_DELTA}.in_proj_z": Transform(TILED_VALUES), f"{_DELTA}.out_proj": Transform(columns=TILED_VALUES),
     },
-    checks=(*_QWEN3_NEXT.checks, _few_sections),
+    checks=(*_QWEN3_NEXT.checks, require(
+        lambda config: sum(_sections(config)) <= config.head_dim,
+        "mrope_section = {0.rope_parameters} in heads of {0.head_dim}, for which llama.cpp ends the program",
+    )),
 )  # fmt: skip
 _SECTIONS: dict[str, Setting] = {"rope.dimension_sections": _sections}
 
 # Mamba 2
 
-_MAMBA_NAMES = {
-    "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "norm.weight": "ssm_norm.weight",
-    "in_proj.weight": "ssm_in.weight", "out_proj.weight": "ssm_out.weight", "conv1d.weight": "ssm_conv1d.weight",
-    "conv1d.bias": "ssm_conv1d.bias",
-}  # fmt: skip
-_MAMBA, _MIXER = ({f"{layer}.{part}": name for part, name in _MAMBA_NAMES.items()} for layer in ("mamba", "mixer"))
+_MAMBA, _MIXER = (
+    tuple(f"{layer}.{part}" for part in (
+        "A_log", "D", "dt_bias", "conv1d.bias", *weights("norm", "in_proj", "out_proj", "conv1d")
+    )) for layer in ("mamba", "mixer")
+)  # fmt: skip
 _MAMBA_SHAPES = {"ssm_a": ("steps", "one"), "ssm_norm": ("groups", "values of a group")}
 _MAMBA_KEYS: dict[str, Setting] = {
     "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
@@ -208,14 +192,13 @@ _MAMBA_KEYS: dict[str, Setting] = {
 _FEED_FORWARD = weights(*(f"feed_forward.{kind}_proj" for kind in KINDS))
 _BAMBA = Architecture(
     "bamba", "granitehybrid", (*weights("input_layernorm", "pre_ff_layernorm"), *_FEED_FORWARD),
-    per_block=((_attends, weights(*ATTENTION)), (_recurs, tuple(_MAMBA))),
+    per_block=((_attends, weights(*ATTENTION)), (_recurs, _MAMBA)),
     outside=(EMBEDDING, "model.final_layernorm.weight"), shapes=_MAMBA_SHAPES,
-    gguf_names=_MAMBA | {"pre_ff_layernorm.weight": "ffn_norm.weight"},
-    transforms=ROTARY | {"mamba.A_log": Transform(function=MINUS_EXP)}, partial_rotary=True,
-    keys=RMS | _MAMBA_KEYS | {KEY_HEADS: _key_heads}, checks=(_both_kinds,),
+    transforms=ROTARY, partial_rotary=True,
+    keys=RMS | _MAMBA_KEYS | {KEY_HEADS: _key_heads}, checks=(_BOTH_KINDS,),
     required_config={
-        **UNBIASED, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mlp_bias": (False,),
-        "time_step_limit": ((0.0, math.inf), None), "mamba_expand": (2,),
+        **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "mlp_bias": False,
+        "time_step_limit": ((0.0, math.inf), None), "mamba_expand": 2,
     },
 )  # fmt: skip
 _ONES = (
@@ -246,13 +229,6 @@ def _with_experts(setting: str) -> Setting:
     return lambda config: getattr(config, setting) if "moe" in config.layers_block_type else None
 
 
-def _nemotron_kinds(config: Any) -> str | None:
-    kinds = set(config.layers_block_type)
-    if kinds <= {"linear_attention", "full_attention", "mlp"} or "mlp" not in kinds:
-        return None
-    return "blocks with experts beside blocks with one feed-forward layer, and llama.cpp has either"
-
-
 # Kimi's delta attention in most blocks, and latent attention in the others
 
 
@@ -261,50 +237,30 @@ def _latent_key_heads(config: Any) -> list[int]:
     return [int(_attends(config, block)) for block in range(config.num_hidden_layers)]
 
 
-def _below_zero(config: Any) -> str | None:
-    """llama.cpp ends the program for others."""
-    return None if config.kda_lower_bound < 0 else f"kda_lower_bound = {config.kda_lower_bound}, which is not below 0"
-
-
 def _kimi(
     model_type: str, name: str, attention: str, mixture: str, output: str, scores: str, experts: tuple[str, ...],
-    delta: dict[str, str], latent: Parts = (), decay: Function = MINUS_EXP, **other: Any,
+    delta: Parts, latent: tuple[str, ...], decay: Transform, **other: Any,
 ) -> Architecture:  # fmt: skip
     """`attention` and `mixture` (of experts) are parts of a block, `output` is the last layer of the first.
 
-    `delta` are the parts of delta attention that the two have otherwise, with their names in the file.
+    `delta` are the parts of delta attention that the two have otherwise, `latent` those of latent attention.
     """
-    parts = {f"{attention}.{part}_conv1d.weight": f"ssm_conv1d_{part}.weight" for part in "qkv"} | {
-        f"{attention}.{part}": kind for part, kind in delta.items()
-    } | {
-        f"{attention}.A_log": "ssm_a", f"{attention}.dt_bias": "ssm_dt.bias",
-        f"{attention}.b_proj.weight": "ssm_beta.weight", f"{attention}.o_norm.weight": "ssm_norm.weight",
-        f"{attention}.k_proj.weight": "attn_k.weight", f"{attention}.v_proj.weight": "attn_v.weight",
-    }  # fmt: skip
-    every = {f"{attention}.q_proj.weight": "attn_q.weight", f"{attention}.{output}.weight": "attn_output.weight"}
-    names = every | dict(latent) | {
-        f"{attention}.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
-        f"{attention}.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
-        f"{mixture}.gate.weight": "ffn_gate_inp.weight", scores: AS_SCORES,
-        **{f"{mixture}.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in KINDS},
-    }  # fmt: skip
+    names = ("q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "o_norm", "k_proj", "v_proj")
+    own = weights(*(f"{attention}.{part}" for part in names))
+    of_mixture = weights(f"{mixture}.gate", *(f"{mixture}.shared_experts.{kind}_proj" for kind in KINDS))
     return Architecture(
-        model_type, name, (*every, *weights(*NORMS)), names_like="kimi-linear", gguf_names=names,
+        model_type, name, weights(f"{attention}.q_proj", f"{attention}.{output}", *NORMS), names_like="kimi-linear",
         per_block=(
-            (_recurs, parts), (is_dense, weights(*MLP)),
+            (_recurs, (*own, f"{attention}.A_log", f"{attention}.dt_bias")), (_recurs, delta),
+            (is_dense, weights(*MLP)),
             (_attends, (
                 *of_heads(attention), *latent,
                 *weights(f"{attention}.kv_a_proj_with_mqa", f"{attention}.kv_a_layernorm"),
             )),
-            (unless(is_dense), (
-                scores, *weights(f"{mixture}.gate", *(f"{mixture}.shared_experts.{kind}_proj" for kind in KINDS)),
-                *experts,
-            )),
+            (unless(is_dense), (scores, *of_mixture, *experts)),
         ),
         stacks=(stack_of_heads(attention),),
-        transforms=turned_keys(attention) | {
-            f"{attention}.A_log": Transform(function=decay, source_shape=other.pop("source_shape", (-1,)))
-        },
+        transforms={f"{attention}.A_log": decay},
         keys=routed(SIGMOID) | DENSE_BLOCKS | {
             EXPERTS: "num_local_experts", KEY_HEADS: _latent_key_heads, KEY_LENGTH: latent_key,
             VALUE_LENGTH: "kv_lora_rank",
@@ -320,9 +276,9 @@ def _kimi(
             "ssm_norm": ("delta head",), **other.pop("shapes"),
         },
         fixed_epsilon=f"{LATENT_NORMS} and the {DELTA_LENGTHS}",
-        checks=(dense_first, _both_kinds, *other.pop("checks", ())),
+        checks=(DENSE_FIRST, _BOTH_KINDS, *other.pop("checks", ())),
         required_config={
-            "linear_num_heads": lambda config: (config.num_attention_heads,), "tie_word_embeddings": (False,),
+            "linear_num_heads": lambda config: config.num_attention_heads, "tie_word_embeddings": False,
             **UNBIASED, **EQUAL_HEADS, **other.pop("required_config"),
         },
         **other,
@@ -335,17 +291,13 @@ ROWS = (
         outside=("backbone.embeddings.weight", "backbone.norm_f.weight"), head_always=True, rope_types=(),
         per_block=(
             (_attends, weights(*(f"mixer.{part}_proj" for part in "qkvo"))),
-            (_is("mlp"), weights("mixer.up_proj", "mixer.down_proj")), (_is("linear_attention"), tuple(_MIXER)),
+            (_is("mlp"), weights("mixer.up_proj", "mixer.down_proj")), (_is("linear_attention"), _MIXER),
             (_is("moe"), (
                 *weights("mixer.gate", "mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
                 "mixer.gate.e_score_correction_bias", *experts_of("mixer.experts", "up_proj", "down_proj"),
             )),
         ),
-        gguf_names=_MIXER | {
-            "mixer.gate.weight": "ffn_gate_inp.weight", "mixer.gate.e_score_correction_bias": AS_SCORES,
-            **{f"mixer.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in ("up", "down")},
-        },
-        transforms={"mixer.A_log": Transform(function=MINUS_EXP)}, shapes=_MAMBA_SHAPES,
+        shapes=_MAMBA_SHAPES,
         keys={
             EXPERTS: lambda config: config.n_routed_experts if "moe" in config.layers_block_type else 0,
             INNER: _nemotron_inners, KEY_HEADS: _key_heads,
@@ -364,24 +316,27 @@ ROWS = (
             },
         },
         required_config={
-            "mlp_hidden_act": ("relu2",), "mamba_hidden_act": SILU, "use_conv_bias": (True,), "use_bias": (False,),
-            "mlp_bias": (False,), "mamba_proj_bias": (False,), "moe_latent_size": (None,), "sliding_window": (None,),
-            "attention_bias": (False,),
+            "mlp_hidden_act": "relu2", "mamba_hidden_act": SILU, "use_conv_bias": True, "use_bias": False,
+            "mlp_bias": False, "mamba_proj_bias": False, "moe_latent_size": None, "sliding_window": None,
+            "attention_bias": False,
         },
-        checks=(_nemotron_kinds, _both_kinds),
+        checks=(_BOTH_KINDS, require(
+            lambda config: not {"mlp", "moe"} <= {*config.layers_block_type},
+            "blocks with experts beside blocks with one feed-forward layer, and llama.cpp has either",
+        )),
     ),
     Architecture(
         "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *W_EXPERTS), mark="embedding_scale",
         shapes=_MAMBA_SHAPES,
         per_block=(
             *_BAMBA.per_block,
-            ("num_local_experts", weights("block_sparse_moe.router.layer")), ("num_local_experts", AS_SHARED),
+            ("num_local_experts", weights("block_sparse_moe.router.layer")), ("num_local_experts", GRANITE_SHARED),
             (
                 lambda config, _block: not config.num_local_experts,
-                {part: name.replace("_shexp", "") for part, name in AS_SHARED.items()},
+                {part: f"ffn_{kind}.weight" for part, kind in zip(GRANITE_SHARED, KINDS, strict=True)},
             ),
         ),
-        gguf_names=_MAMBA, transforms=_BAMBA.transforms, stacks=(*GRANITE_STACKS, GRANITE_SHARED_STACK),
+        transforms=_BAMBA.transforms, stacks=(*GRANITE_STACKS, GRANITE_SHARED_STACK),
         keys=RMS | GRANITE_SCALES | _MAMBA_KEYS | {
             EXPERTS: "num_local_experts", KEY_HEADS: _key_heads,
             INNER: lambda config: config.intermediate_size if config.num_local_experts
@@ -391,18 +346,17 @@ ROWS = (
             "rope.scaling.finetuned": lambda config: config.position_embedding_type == "rope",
         },
         required_config={
-            **UNBIASED, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,),
+            **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_expand": 2,
             "time_step_limit": ((0.0, math.inf), None),
         },
-        checks=(_both_kinds,),
+        checks=(_BOTH_KINDS,),
     ),
     _BAMBA,
     Architecture(  # attention and a state in every block, side by side
         "falcon_h1", "falcon-h1",
         (*_BAMBA.parts, *weights(*ATTENTION), *(part for part in _MAMBA if part != "mamba.norm.weight")),
         per_block=(("mamba_rms_norm", weights("mamba.norm")),), outside=_BAMBA.outside, shapes=_MAMBA_SHAPES,
-        gguf_names=_MAMBA | {"pre_ff_layernorm.weight": "ffn_norm"}, rope_types=("default",),
-        transforms={"mamba.A_log": Transform(function=MINUS_EXP)},
+        gguf_names={"pre_ff_layernorm.weight": "ffn_norm"}, rope_types=("default",),
         multipliers={
             "self_attn.q_proj.weight": "attention_in_multiplier", "self_attn.v_proj.weight": "attention_in_multiplier",
             "self_attn.k_proj.weight": lambda config: config.attention_in_multiplier * config.key_multiplier,
@@ -417,10 +371,10 @@ ROWS = (
         },
         keys=RMS | _MAMBA_KEYS,
         required_config={
-            **UNBIASED, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "projectors_bias": (False,),
-            "mlp_bias": (False,), "time_step_limit": ((0.0, math.inf), None),
+            **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "projectors_bias": False,
+            "mlp_bias": False, "time_step_limit": ((0.0, math.inf), None),
             # llama.cpp's norm of what a state gives comes behind the gate.
-            "mamba_norm_before_gate": lambda config: (False,) if config.mamba_rms_norm else (False, True),
+            "mamba_norm_before_gate": lambda config: False if config.mamba_rms_norm else (False, True),
         },
     ),
     _LFM2.like(
@@ -435,16 +389,15 @@ ROWS = (
                 *experts_of("feed_forward.experts", "w1", "w3", "w2"),
             )),
         ),
-        gguf_names={"feed_forward.expert_bias": AS_SCORES},
         keys=EXPERTS_USED | EXPERT_INNER | _LFM2_KEYS | {
             EXPERTS: "num_experts", "leading_dense_block_count": "num_dense_layers",
-            "expert_gating_func": lambda _config: SIGMOID,
+            "expert_gating_func": SIGMOID,
         },
-        required_config={"use_expert_bias": (True,), "norm_topk_prob": (True,), "routed_scaling_factor": (1.0,)},
+        required_config={"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
     ),
     _QWEN3_NEXT.like(
         "qwen3_next", keys=_MIXTURE_KEYS,
-        required_config={"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+        required_config={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     _QWEN35.like("qwen3_5_text", keys=_SECTIONS),
     _QWEN35.like(
@@ -454,18 +407,21 @@ ROWS = (
     _kimi(
         "kimi_linear", "kimi-linear", "self_attn", "block_sparse_moe", "o_proj",
         "block_sparse_moe.gate.e_score_correction_bias", W_EXPERTS,
-        {f"{part}_proj.weight": f"ssm_{part}.weight" for part in ("f_a", "f_b", "g_a", "g_b")},
-        source_shape=(1, 1, -1, 1), rope_types=(),
+        weights(*(f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b"))), (),
+        Transform(function=MINUS_EXP, source_shape=(1, 1, -1, 1)), rope_types=(),
         shapes=dict.fromkeys(("ssm_f_a", "ssm_g_a"), ("delta head", "hidden"))
         | dict.fromkeys(("ssm_f_b", "ssm_g_b"), ("delta", "delta head")),
-        required_config={"norm_topk_prob": (True,), "q_lora_rank": (None,)},
+        required_config={"norm_topk_prob": True, "q_lora_rank": None},
     ),
     _kimi(
         "bailing_hybrid", "bailingmoe3", "attention", "mlp", "dense", "mlp.gate.expert_bias", PLAIN_EXPERTS,
-        {"f_proj.weight": "ssm_f_a.weight", "g_proj.weight": "ssm_g_a.weight"},
-        latent={"attention.g_proj.weight": "attn_gate.weight"}, decay=EXP, rope_types=("default",),
+        {"attention.f_proj.weight": "ssm_f_a.weight", "attention.g_proj.weight": "ssm_g_a.weight"},
+        ("attention.g_proj.weight",), Transform(function=EXP), rope_types=("default",),
         outside=("model.word_embeddings.weight", "model.norm.weight"), shapes={"attn_gate": ("heads", "hidden")},
         keys={"kda.gate_lower_bound": lambda config: float(config.kda_lower_bound)},
-        required_config={"kda_safe_gate": (True,)}, checks=(_below_zero,),
+        required_config={"kda_safe_gate": True}, checks=(require(
+            lambda config: config.kda_lower_bound < 0,
+            "kda_lower_bound = {0.kda_lower_bound}, which is not below 0",
+        ),),
     ),
 )  # fmt: skip

@@ -128,16 +128,25 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
     with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError, "Mend tokenizer.json."):
         _refuse_ids(source, tokenizer, size)
         data = json.loads(backend.to_str())
-        algorithm = _algorithm(source, tokenizer, data)
-        tokens, types = _tokens(source, data, size, VISIBLE if algorithm.model == "gemma4" else ())
-        _refuse_equal_tokens(source, tokens)
-        special_ids = _special_ids(tokenizer, source.config, size)
+        algorithm = _algorithm(source.architecture, tokenizer, data)
+        tokens, types = _tokens(data, size, VISIBLE if algorithm.model == "gemma4" else ())
+        _refuse_equal_tokens(tokens)
+        special_ids = {
+            name: number
+            for name in SPECIAL
+            if type(number := _special_id(tokenizer, source.config, name)) is int and 0 <= number < size
+        }
         made = Vocabulary(
-            algorithm, tokens, types, special_ids, *_added_ends(source, tokenizer), _template(source, tokenizer),
+            algorithm, tokens, types, special_ids, *_added_ends(tokenizer), _template(tokenizer),
             _suppressed(source, size),
         )  # fmt: skip
         _ = made.nbytes  # every text as UTF-8
     return made
+
+
+def _special_id(tokenizer: Any, config: dict[str, Any], name: str) -> Any:
+    number = getattr(tokenizer, f"{name}_token_id", None)
+    return config.get(f"{name}_token_id") if number is None else number
 
 
 def _suppressed(source: Source, size: int) -> list[int]:
@@ -153,24 +162,24 @@ def _suppressed(source: Source, size: int) -> list[int]:
     return [number for number in given if 0 <= number < size]
 
 
-def _template(source: Source, tokenizer: Any) -> str | list[dict[str, str]] | None:
+def _template(tokenizer: Any) -> str | list[dict[str, str]] | None:
     """The chat template as GGUFWriter takes it."""
     template = getattr(tokenizer, "chat_template", None)
     texts = template if isinstance(template, dict) else {"default": template or ""}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
-        raise UnsupportedError(f"{source.model}: the chat template {wrong[0]} is {shown(texts[wrong[0]])}, not a text")
+        raise ValueError(f"the chat template {wrong[0]} is {shown(texts[wrong[0]])}, not a text")
     if isinstance(template, dict):
         if len({re.sub("[^0-9A-Za-z]", "_", name) for name in template}) < len(template):  # as gguf writes names
-            raise UnsupportedError(
-                f"{source.model}: two of the chat templates {shown(sorted(template))} would have one name in a GGUF "
-                "file, where all but letters and digits is '_'. Rename one."
+            raise ValueError(
+                f"two of the chat templates {shown(sorted(template))} would have one name in a GGUF file, where all "
+                "but letters and digits is '_'. Rename one"
             )
         return [{"name": name, "template": text} for name, text in sorted(template.items())]
     return texts["default"] or None
 
 
 def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
-    """Raise UnsupportedError for an id without a row, and where two tokens have one id: a file has one text for each.
+    """Raise UnsupportedError for an id without a row, ValueError where two tokens have one id.
 
     Asked before the tokenizer's JSON, which is made by a loop over all ids up to the largest.
     """
@@ -178,46 +187,40 @@ def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
     count = max(vocabulary.values(), default=0) + 1
     if count > size:
         raise UnsupportedError(
-            f"{source.model} has a tokenizer of {count} tokens and an embedding of {size} rows; "
-            f"llama.cpp needs a row for every token: {ADD_ROWS}"
+            f"{source.model} has a tokenizer of {count} tokens and an embedding of {size} rows; llama.cpp needs a row "
+            f"for every token: {ADD_ROWS}"
         )
     texts: dict[int, str] = {}
     for text, number in vocabulary.items():
         if texts.setdefault(number, text) != text:
-            raise UnsupportedError(
-                f"{source.model} has a tokenizer whose tokens {shown(texts[number])} and {shown(text)} both have the "
-                f"id {number}. Mend its tokenizer.json."
-            )
+            raise ValueError(f"its tokens {shown(texts[number])} and {shown(text)} both have the id {number}")
 
 
-def _refuse_equal_tokens(source: Source, tokens: list[str]) -> None:
-    """Raise UnsupportedError where two ids have one text: llama.cpp ends its process at such a file."""
+def _refuse_equal_tokens(tokens: list[str]) -> None:
+    """Raise ValueError where two ids have one text: llama.cpp ends its process at such a file."""
     places: dict[str, int] = {}
     for number, text in enumerate(tokens):
         plain = text.partition("\0")[0]  # as llama.cpp reads it
         if plain and places.setdefault(plain, number) != number:
-            raise UnsupportedError(
-                f"{source.model} has a tokenizer in which the ids {places[plain]} and {number} are both written "
-                f"{shown(plain)}; llama.cpp cannot load a file of it. Mend its tokenizer.json."
-            )
+            raise ValueError(f"its ids {places[plain]} and {number} are both written {shown(plain)}")
 
 
-def _algorithm(source: Source, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
-    """What llama.cpp has for this tokenizer; raises UnsupportedError."""
+def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
+    """What llama.cpp has for this tokenizer; raises ValueError."""
     model, decoder = data["model"], json.dumps(data.get("decoder"))
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     if model["type"] == "BPE" and model.get("byte_fallback"):
-        ids, prefix = model["vocab"], _space_prefix(source, steps)
-        if source.architecture in GEMMA4 and not prefix and _added_ends(source, tokenizer)[0]:
+        ids, prefix = model["vocab"], _space_prefix(steps)
+        if architecture in GEMMA4 and not prefix and _added_ends(tokenizer)[0]:
             merges = merge_pairs(model)
-            notes = _compare(source, tokenizer, lambda text: gemma4_tokens(text, ids, merges))
+            notes = _compare(tokenizer, lambda text: gemma4_tokens(text, ids, merges))
             pairs = [" ".join(pair) for pair in merges]
             return Algorithm("gemma4", "gemma4", merges=pairs, space_prefix=False, notes=notes)
         scores = spm_scores(model)
-        notes = _compare(source, tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
+        notes = _compare(tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
         return Algorithm("llama", scores=scores, space_prefix=prefix, notes=notes)
     if model["type"] == "BPE" and "ByteLevel" in decoder:
-        name = _pre_tokenizer(source, tokenizer, data)
+        name = _pre_tokenizer(tokenizer, data)
         unlike = bool(_steps(data.get("normalizer"))) and fingerprint(tokenizer.encode(PROBE)) not in NAMES
         # A space inside a part is written as the byte-level alphabet writes it.
         pairs = [m if isinstance(m, str) else " ".join(p.replace(" ", "\u0120") for p in m) for m in model["merges"]]
@@ -225,31 +228,27 @@ def _algorithm(source: Source, tokenizer: Any, data: dict[str, Any]) -> Algorith
     if model["type"] == "Unigram":
         unigram = read_unigram(model, steps)
         if isinstance(unigram, str):
-            raise UnsupportedError(f"{source.model} has a tokenizer with the step {unigram}, which llama.cpp lacks")
-        notes = _compare(source, tokenizer, unigram.tokens)
+            raise ValueError(f"the step {unigram}, which llama.cpp lacks")
+        notes = _compare(tokenizer, unigram.tokens)
         return Algorithm("t5", scores=unigram.scores, space_prefix=unigram.prefix, unigram=unigram, notes=notes)
-    raise UnsupportedError(
-        f"{source.model} has a tokenizer of the kind {model['type']}, which is not converted to GGUF. "
-        "Known: byte-level BPE, BPE with byte fallback, and unigram."
-    )
+    raise ValueError(f"the kind {model['type']}. Known: byte-level BPE, BPE with byte fallback, and unigram")
 
 
-def _pre_tokenizer(source: Source, tokenizer: Any, data: dict[str, Any]) -> str:
+def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> str:
     key = fingerprint(tokenizer.encode(PROBE))
     normalized = [step["type"] for step in _steps(data.get("normalizer"))]
     by_steps = steps_name(_steps(data.get("pre_tokenizer")), bool(data["model"].get("ignore_merges")))
     if key in NAMES:
         return NAMES[key]
     if by_steps is None or normalized not in ([], ["NFC"]):
-        raise UnsupportedError(
-            f"{source.model} has a tokenizer that llama.cpp is not known to have (fingerprint {key}); "
-            "a file would split text wrongly. Compare its tokenizer.json with that of another model of the "
-            "family, or use another method."
+        raise ValueError(
+            f"llama.cpp is not known to have it (fingerprint {key}), and would split text wrongly. Compare it with "
+            "that of another model of the family, or use another method"
         )
     return by_steps
 
 
-def _tokens(source: Source, data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[list[str], list[int]]:
+def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[list[str], list[int]]:
     """Texts and types of the tokens 0 .. size - 1; `visible` ones are shown, although they are special."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
     if data["model"]["type"] == "Unigram":
@@ -278,7 +277,7 @@ def _tokens(source: Source, data: dict[str, Any], size: int, visible: Collection
     return tokens, types
 
 
-def _added_ends(source: Source, tokenizer: Any) -> tuple[bool, bool]:
+def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
     """Whether the tokenizer puts BOS before and EOS after a text."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a")
@@ -286,21 +285,9 @@ def _added_ends(source: Source, tokenizer: Any) -> tuple[bool, bool]:
     for add_bos, add_eos in product((False, True), repeat=2):
         if full == bos * add_bos + plain + eos * add_eos:
             return add_bos, add_eos
-    raise UnsupportedError(
-        f"{source.model} has a tokenizer that turns 'a' into {full}; only BOS {bos[0]} before a text and "
-        f"EOS {eos[0]} after it can be said in a GGUF file"
+    raise ValueError(
+        f"it turns 'a' into {full}, and only BOS {bos[0]} before a text and EOS {eos[0]} after it are known"
     )
-
-
-def _special_ids(tokenizer: Any, config: dict[str, Any], size: int) -> dict[str, int]:
-    ids: dict[str, int] = {}
-    for name in SPECIAL:
-        number = getattr(tokenizer, f"{name}_token_id", None)
-        if number is None:
-            number = config.get(f"{name}_token_id")
-        if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < size:
-            ids[name] = number
-    return ids
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -311,8 +298,8 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [part] if inner is None else [step for sub in inner for step in _steps(sub)]
 
 
-def _space_prefix(source: Source, steps: list[dict[str, Any]]) -> bool:
-    """Whether a space is put before a text; raises UnsupportedError for steps that llama.cpp lacks."""
+def _space_prefix(steps: list[dict[str, Any]]) -> bool:
+    """Whether a space is put before a text; raises ValueError for steps that llama.cpp lacks."""
     prefix = False
     for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
@@ -322,20 +309,15 @@ def _space_prefix(source: Source, steps: list[dict[str, Any]]) -> bool:
         elif step["type"] == "Split" and step.get("pattern") == {"String": " "}:
             continue  # the spaces are replaced before
         elif step["type"] != "Replace" or step.get("content") != SPACE:
-            raise UnsupportedError(
-                f"{source.model} has a tokenizer with the step {step['type']}, which llama.cpp lacks"
-            )
+            raise ValueError(f"the step {step['type']}, which llama.cpp lacks")
     return prefix
 
 
-def _compare(source: Source, tokenizer: Any, follow: Callable[[str], list[int]]) -> tuple[str, ...]:
-    """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source differs, or notes it."""
+def _compare(tokenizer: Any, follow: Callable[[str], list[int]]) -> tuple[str, ...]:
+    """Run llama.cpp's algorithm on the probe; raises ValueError where the tokenizer differs, or notes it."""
     ours, theirs = follow(PROBE), tokenizer.encode(PROBE, add_special_tokens=False)
     if ours != theirs:
         at = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
-        raise UnsupportedError(
-            f"{source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs "
-            f"from token {at} on of a probe text"
-        )
+        raise ValueError(f"llama.cpp would not follow it, from token {at} on of a probe text")
     spaced = " a  b "
     return () if follow(spaced) == tokenizer.encode(spaced, add_special_tokens=False) else (OUTER_SPACES,)
