@@ -320,10 +320,10 @@ ROWS = (
             "mlp_bias": False, "mamba_proj_bias": False, "moe_latent_size": None, "sliding_window": None,
             "attention_bias": False,
         },
-        checks=(_BOTH_KINDS, require(
+        checks=(require(
             lambda config: not {"mlp", "moe"} <= {*config.layers_block_type},
             "blocks with experts beside blocks with one feed-forward layer, and llama.cpp has either",
-        )),
+        ), _BOTH_KINDS),
     ),
     Architecture(
         "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *W_EXPERTS), mark="embedding_scale",
