@@ -158,7 +158,7 @@ class OnRay:
             raise DependencyError(f"{task.name}: {error.cause}") from None
         except self._ray.exceptions.RayError as error:
             with task.log.open("a", encoding="utf-8") as log:
-                log.write(f"Ray: {reason_of(error)}\n")
+                log.write(f"Ray: {reason_of(error).split('. ')[0]}\n")
             return task.name, LOST
 
     def _nodes(self) -> list[tuple[int, int]]:

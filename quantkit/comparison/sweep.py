@@ -161,7 +161,8 @@ class _Work:
 def _how_ended(task: Task, code: int) -> str:
     """How a task's process ended, with the last line that it printed."""
     how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
-    how = {UNPLACED: "no machine that is left can take it", LOST: f"its machine {task.host} was lost"}.get(code, how)
+    lost = f"lost on {task.host}" if task.host else "lost"
+    how = {UNPLACED: "no machine that is left can take it", LOST: lost}.get(code, how)
     lines = task.log.read_text(encoding="utf-8", errors="replace").split("\n") if task.log.is_file() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "").removeprefix("error: ")
     return f"{how}: {one_line(last, LONGEST_REASON)}" if last else how

@@ -283,6 +283,6 @@ def test_a_task_whose_machine_is_lost_is_started_again_once(models, tmp_path):
         recipe = recipe_of(models[:1], (), tmp_path / str(times))
         outcome = sweeps.run(recipe, executor, Progress(speaker=said.append))
         assert executor.begun == ["one.source"] * 2
-        assert said[1] == "one.source: its machine node-7 was lost; it is started again"
-        assert said[-1] == ("one.source: failed: its machine node-7 was lost" if code else "one.source: done")
+        assert said[1] == "one.source: lost on node-7; it is started again"
+        assert said[-1] == ("one.source: failed: lost on node-7" if code else "one.source: done")
         assert list(outcome.failed) == (["one.source"] if code else [])
