@@ -38,7 +38,6 @@ NEW_ROWS = "new_embeddings.safetensors"  # of tokens that the base model lacks, 
 # Fields that decide nothing that is merged: the tensors tell which layers have updates.
 IDLE = (
     *("peft_type", "base_model_name_or_path", "task_type", "revision", "inference_mode", "lora_dropout", "bias"),
-    *("exclude_modules", "layers_to_transform", "layers_pattern"),
     *("auto_mapping", "peft_version", "megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "qalora_group_size", "modules_to_save", "fan_in_fan_out"),
 )
@@ -58,6 +57,7 @@ OF_OTHERS = re.compile(r"\.(?:lora_|ia3_|hada_|lokr_|oft_|token_adapter\.|traina
 
 Rank = Annotated[int, Field(ge=1, le=1 << 16)]
 Alpha = Annotated[float, Field(gt=-1e9, lt=1e9)]
+Number = Annotated[int, Field(ge=0, le=1 << 16)]
 Value = TypeVar("Value")
 
 
@@ -76,6 +76,9 @@ class AdapterConfig(BaseModel):
     lora_bias: bool | None = None
     init_lora_weights: bool | str | None = None
     target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    layers_to_transform: Number | list[Number] | None = None
+    layers_pattern: str | list[str] | None = None
     ensure_weight_tying: bool | None = None
 
 
@@ -117,7 +120,7 @@ class Adapter:
             self._sort(name, info, parts)
         if not parts and not self.replaced:
             raise SourceError(f"{folder / WEIGHTS} holds no tensors. {AGAIN}")
-        self._refuse_untargeted(list(parts))
+        self._refuse_left_out(parts)
         ranks = self._by_pattern("rank_pattern", config.rank_pattern, list(parts), config.r)
         alphas = self._by_pattern("alpha_pattern", config.alpha_pattern, list(parts), config.lora_alpha)
         self.updates = {path: self._update(path, parts[path], ranks[path], alphas[path]) for path in parts}
@@ -184,19 +187,38 @@ class Adapter:
         pairs = list(zip((patterns or {}).values(), found, strict=True))
         return {path: next((value for value, matched in pairs if path in matched), default) for path in paths}
 
-    def _refuse_untargeted(self, paths: list[str]) -> None:
-        """Raise SourceError for a layer that peft would leave as it is, since `target_modules` does not name it."""
-        named = self._config.target_modules
-        if not named or named == "all-linear" or self._config.ensure_weight_tying:  # a tied head is not named
-            return
+    def _refuse_left_out(self, parts: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+        """Raise SourceError for a layer that peft would leave as it is, since the configuration leaves it out."""
+        config = self._config
+        # A head that is tied to the embedding repeats its update and is not named.
+        paths = [path for path in parts if not (config.ensure_weight_tying and self._repeats_table(path, parts))]
+        left_out: dict[str, str] = {}  # the field that leaves a path out
+        for field, named in (("target_modules", config.target_modules), ("exclude_modules", config.exclude_modules)):
+            if named and named != "all-linear":
+                matched = self._named(field, named, paths)
+                left_out |= {path: field for path in paths if (path in matched) == (field == "exclude_modules")}
+        layers, lists = config.layers_to_transform, config.layers_pattern or []
+        if layers not in (None, []):
+            numbers = layers if isinstance(layers, list) else [layers]
+            names = [lists] if isinstance(lists, str) else lists
+            left_out |= {path: "layers_to_transform" for path in paths if _layer_of(path, names) not in numbers}
+        for path, field in left_out.items():
+            raise self._wrong(f"{path}.lora_*", f"changes a layer that {field} of {CONFIG} leaves out")
+
+    def _named(self, field: str, named: str | list[str], paths: list[str]) -> frozenset[str]:
+        """The paths that an expression matches, or that end in one of the names."""
         if isinstance(named, str):
-            matched = full_matches([named], paths, f"{self.folder / CONFIG}: target_modules", SourceError)[0]
-        else:
-            ends = tuple(f".{name}" for name in named)
-            matched = frozenset(path for path in paths if f".{path}".endswith(ends))
-        for path in paths:
-            if path not in matched:
-                raise self._wrong(f"{path}.lora_*", f"changes a layer that target_modules of {CONFIG} leaves out")
+            return full_matches([named], paths, f"{self.folder / CONFIG}: {field}", SourceError)[0]
+        return frozenset(path for path in paths if f".{path}".endswith(tuple(f".{name}" for name in named)))
+
+    def _repeats_table(self, path: str, parts: Mapping[str, Mapping[str, TensorInfo]]) -> bool:
+        """Whether the matrices of a linear layer are those of an embedding, transposed."""
+        own = parts[path]
+        return {"A", "B"} <= own.keys() and any(
+            self.equal(own["A"], other["table B"], True) and self.equal(own["B"], other["table A"], True)
+            for other in parts.values()
+            if {"table A", "table B"} <= other.keys()
+        )
 
     def _update(self, path: str, parts: dict[str, TensorInfo], rank: int, alpha: float) -> LowRank:
         table = "table A" in parts or "table B" in parts
@@ -225,6 +247,15 @@ class Adapter:
                 raise self._wrong(name, f"has the shape {parts[kind].shape}, not {(b.shape[0],)}")
         scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         return LowRank(table, a, b, scale, parts.get("magnitude"), parts.get("bias"))
+
+
+def _layer_of(path: str, lists: list[str]) -> int | None:
+    """The number of the layer that a path goes through, in one of these lists of layers, or in any."""
+    parts = path.split(".")
+    for place in range(1, len(parts) - 1):
+        if parts[place].isdecimal() and (not lists or parts[place - 1] in lists):
+            return int(parts[place])
+    return None
 
 
 def is_adapter(folder: Path) -> bool:
