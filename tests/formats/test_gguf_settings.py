@@ -58,6 +58,7 @@ REFUSED = {
         ({"num_attention_heads_per_layer": [8, 7, 8]}, r"\[8, 7, 8\] query heads and 2 key heads"),
         ({"rope_parameters": {FULL: PLAIN, SLIDE: {**HALF, "partial_rotary_factor": 0.07}}}, "an even number"),
     ],
+    "hy_v3": [({"mlp_layer_types": ["dense"]}, r"mlp_layer_types = \['dense'\], and 3 blocks")],
     "minicpm3": [({"q_lora_rank": None}, "q_lora_rank = None, and llama.cpp has a rank")],
     "granite_swa": [({"layer_rope_theta": [1e4, 5e5, 0]}, "layer_rope_theta = .*, and llama.cpp has")],
     "mellum": [

@@ -272,6 +272,10 @@ ROWS = (
                 lambda config: config.moe_intermediate_size * config.num_shared_experts,
         } | _weighed("router_scaling_factor"),
         rope_types=("default", "dynamic"), required_config=UNBIASED_MLP,
+        checks=(require(
+            lambda config: len(config.mlp_layer_types) >= config.num_hidden_layers,
+            "mlp_layer_types = {0.mlp_layer_types}, and {0.num_hidden_layers} blocks",
+        ),),
     ),
     _GLM4,
     _GLM4.like(
