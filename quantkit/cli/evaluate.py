@@ -1,4 +1,4 @@
-"""The commands that judge: `quantkit eval-ppl`, `eval`, `eval-tasks`, and `cache` for what judging keeps."""
+"""The commands that evaluate: `quantkit eval-ppl`, `eval`, `eval-tasks`, and `cache` for what they store."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def eval_ppl(
     card: CardOption = False,
     source: SourceOption = None,
     cross_check: Annotated[
-        bool, typer.Option("--cross-check", help="Also judge with our own reader; exit code 1 where the two disagree.")
+        bool, typer.Option("--cross-check", help="Also evaluate with our own reader; exit code 1 if the two disagree.")
     ] = False,
     dry_run: DryRunOption = False,
     json: JsonOption = None,
@@ -221,7 +221,7 @@ def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove everything that no process uses now.")] = False,
     json: JsonOption = None,
 ) -> None:
-    """List what judging keeps: baselines of source models, and evaluations that were interrupted."""
+    """List cached baselines of source models and interrupted evaluations."""
     import json as json_module
 
     from quantkit.evaluation.baseline import clear_cache, list_cache

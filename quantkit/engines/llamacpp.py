@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.contracts.windows import Window
 
 BATCH = 512
-ALL_LAYERS = 1 << 16  # on the card
+ALL_LAYERS = 1 << 16  # on the GPU
 PIECE_BYTES = 1 << 27  # of logits that are in memory at a time
 LEAST_PIECE = 32
 LOG_ERROR = 4  # ggml's level
@@ -66,7 +66,7 @@ class LlamaModel:
         self._c.llama_set_n_threads(self._context, threads, threads)
 
     def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:
-        """Go on with `ids` at position `start`; logits are kept of those from number `first` to before `last`."""
+        """Go on with `ids` at position `start`; logits are computed of those from number `first` to before `last`."""
         batch = self._batch
         last = len(ids) if last is None else last
         batch.n_tokens = len(ids)

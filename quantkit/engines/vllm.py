@@ -1,4 +1,4 @@
-"""vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a card.
+"""vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a GPU.
 
 Its pins rarely fit another environment: give the interpreter that has it with `--python`. Logits come from the hidden
 states that its model returns for a prompt, through its own output layer a few positions at a time.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quantkit.contracts.windows import Window
 
 DTYPES = ("bfloat16", "float16", "float32")
-CARD_CACHE_BYTES = 1 << 30  # of keys and values; vLLM would take nearly the whole card
+GPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM would take nearly the whole GPU
 PIECE_ROWS = 32  # positions that go through the output layer together
 LEAST_BATCH = 2048
 NOT_COMPILED = "vLLM without torch.compile, which takes it minutes at each start: its server generates faster"
@@ -120,7 +120,7 @@ def _load(model: Model, spec: LoadSpec) -> VllmModel:
         llm = vllm.LLM(
             model=str(model.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
             max_num_batched_tokens=max(LEAST_BATCH, spec.n_ctx + 1), enable_prefix_caching=False,
-            kv_cache_memory_bytes=None if spec.device == "cpu" else CARD_CACHE_BYTES, enforce_eager=True,
+            kv_cache_memory_bytes=None if spec.device == "cpu" else GPU_CACHE_BYTES, enforce_eager=True,
             trust_remote_code=False, disable_log_stats=True,
         )  # fmt: skip
         module, rounded = llm.apply_model(_look)[0]

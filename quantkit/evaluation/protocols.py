@@ -1,4 +1,4 @@
-"""Perplexity protocols: which token windows are judged, and which positions of a window count.
+"""Perplexity protocols: which token windows are evaluated, and which positions of a window count.
 
 llama.cpp: windows of n_ctx (512) without overlap; token 0 of each is replaced by BOS where the vocabulary adds one;
 only targets in the second half count (n_ctx - n_ctx/2 - 1 of them); the rest of the text is dropped.
@@ -82,7 +82,7 @@ def _lm_eval(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple
         ids = encode(tokenizer, clean(page))
         whole = np.concatenate([[start], ids])
         for at in range(0, len(ids), n_ctx):
-            # The last window reaches back so far that it is full, and judges only what is new.
+            # The last window reaches back so far that it is full, and scores only what is new.
             stop = min(at + n_ctx, len(ids))
             begin = max(0, stop - n_ctx)
             part = whole[begin:stop]
