@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import Field
 
-from quantkit.calibration.block import Block, batch_size
+from quantkit.calibration.block import Block
 from quantkit.calibration.training import HeldOut, train
-from quantkit.calibration.walk import fewest_exact
+from quantkit.calibration.walk import batch_size
+from quantkit.contracts.method import Job
 from quantkit.errors import RecipeError
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.recipe import Strict
-from quantkit.system.ranks.group import size, sum_over
 
 HELD_OUT = HeldOut(share=8, interval=10, patience=4)
 BATCH_TOKENS = 2048
@@ -102,17 +102,16 @@ class _Latent:
         return replace(self.layer, codes=self.codes().to(torch.uint8), scales=self.stored().to(torch.float16))
 
 
-def refuse_few_sequences(sequences: int, length: int) -> None:
-    """Raise RecipeError where some rank gets too few calibration sequences to hold some out.
-
-    `length` is theirs in tokens.
-    """
-    least = 2 * HELD_OUT.share
-    if fewest_exact(sequences, length) < least:
-        each = f" in each of {size()} processes, whole batches of {batch_size(length)}" if size() > 1 else ""
+def refuse_few_sequences(job: Job) -> None:
+    """Raise RecipeError where some process gets too few calibration sequences to hold some out."""
+    asked, shards, least = job.recipe.calibration, job.shards, 2 * HELD_OUT.share
+    batch = batch_size(asked.length)
+    bounds = (shards.sequences(asked.sequences, batch, rank) for rank in range(shards.size))
+    if min(stop - first for first, stop in bounds) < least:
+        each = f" in each of {shards.size} processes, whole batches of {batch}" if shards.size > 1 else ""
         raise RecipeError(
             f"learned rounding holds out one calibration sequence in {HELD_OUT.share} and needs {least} or more{each}; "
-            f"{sequences} were given. Give more sequences, or leave refine out."
+            f"{asked.sequences} were given. Give more sequences, or leave refine out."
         )
 
 
@@ -123,42 +122,56 @@ def refine(
 
     weights are the unquantized (N, K) float32; the walk must keep unquantized blocks for all sequences. The tuned
     values are put into the block, whose inputs stay what they were. The order of the batches depends on `seed` and the
-    block's index alone. Of several ranks each trains on its own sequences, and all move by the sum of their gradients.
+    block's index alone. Of several processes each trains on its own sequences, and all move by the sum of their
+    gradients.
     """
-    targets = block.targets()
-    latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
+    student = _BlockStudent(block, layers, weights, training)
+    count, length, _ = block.inputs.shape
+    batch, seed = max(1, BATCH_TOKENS // length), seed * 1_000_003 + block.index
+    train(student, count, batch, training.steps, HELD_OUT, seed, block.shards)
+    tuned = {name: latent.finished() for name, latent in student.latents.items()}
+    for name, layer in tuned.items():
+        block.replace(name, layer.dense())
+    return tuned
 
-    def loss(sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        exact = targets.select(sequences).to(block.device)
-        out = block.call_with(parameters, sequences)
+
+class _BlockStudent:
+    """A block whose layers are trained."""
+
+    def __init__(
+        self, block: Block, layers: dict[str, GroupedWeight], weights: dict[str, torch.Tensor], training: Training
+    ) -> None:
+        self.latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
+        self._block, self._targets, self._training = block, block.targets(), training
+
+    def _loss(self, sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        exact = self._targets.select(sequences).to(self._block.device)
+        out = self._block.call_with(parameters, sequences)
         error = (out.to(torch.float32) - exact.to(torch.float32)).square().mean(-1)
         # The next norm divides each token by its size; without this a few huge tokens would decide alone.
         size = exact.to(torch.float32).square().mean(-1)
         return (error / (size + LEAST_SIZE * size.median())).mean()
 
-    def measure(sequences: list[int]) -> float:
+    def measure(self, sequences: list[int]) -> float:
         with torch.no_grad():
-            return float(loss(sequences, {}))
+            return float(self._loss(sequences, {}))
 
-    def step(number: int, sequences: list[int], first: float) -> None:
-        parameters = {name: block.linears[name].weight.detach().requires_grad_() for name in latents}
-        gradients = torch.autograd.grad(loss(sequences, parameters) / max(first, 1e-30), list(parameters.values()))
+    def step(self, number: int, sequences: list[int], first: float) -> None:
+        block, training = self._block, self._training
+        parameters = {name: block.linears[name].weight.detach().requires_grad_() for name in self.latents}
+        loss = self._loss(sequences, parameters) / max(first, 1e-30)
         rate = 1 - number / training.steps
-        for (name, latent), gradient in zip(latents.items(), gradients, strict=True):
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        for (name, latent), gradient in zip(self.latents.items(), gradients, strict=True):
             gradient = gradient.to(torch.float32).contiguous()
-            sum_over(gradient)  # its size is of no account
+            block.shards.sum(gradient)  # its size is of no account
             latent.step(gradient, training.code_rate * rate, training.scale_rate * rate)
             block.replace(name, latent.value())
         block.trimmer.trim()
 
-    def keep() -> None:
-        for latent in latents.values():
+    def keep(self) -> None:
+        for latent in self.latents.values():
             latent.keep()
 
-    count, length, _ = block.inputs.shape
-    batch, seed = max(1, BATCH_TOKENS // length), seed * 1_000_003 + block.index
-    train(count, batch, training.steps, HELD_OUT, seed, measure=measure, step=step, keep=keep)
-    tuned = {name: latent.finished() for name, latent in latents.items()}
-    for name, layer in tuned.items():
-        block.replace(name, layer.dense())
-    return tuned
+    def report(self, first: float, best: float) -> None:
+        """Nobody asks."""

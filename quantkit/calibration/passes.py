@@ -1,8 +1,8 @@
 """Ways through a model's decoder blocks beside the walk: in, through, and back.
 
 In: token ids become the first block's inputs, with the arguments of every block. Through and back: blocks run one by
-one on what flows into them, and once more for gradients. Windows of text that are judged go in and through, too, some
-thousand tokens at a time: what they have come to is not lost with the process.
+one on what flows into them, and once more for gradients. Windows of text that are evaluated go in and through, too,
+some thousand tokens at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +17,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.flow.calls import Calls, call_block, hidden_of, same_values
-from quantkit.calibration.flow.shared import Shared, Shelf, Traced
+from quantkit.calibration.activations import DTYPE, Activations, Calls, Output, hidden_of, same_values
+from quantkit.calibration.stores import Shared, Traced
 from quantkit.contracts.method import Job
 from quantkit.contracts.windows import BATCH_TOKENS, Window, alike
 from quantkit.errors import UnsupportedError
@@ -41,7 +39,7 @@ class Values(Protocol):
     """A model's values by the names of its skeleton's parameters, wherever they come from."""
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """One that lies outside the blocks, in its shape."""
+        """A parameter outside the blocks, in its shape."""
 
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
         """Some of its rows, (len(rows), ...), without the others where that can be."""
@@ -49,17 +47,15 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class SourceValues:
-    """Those of a source."""
+    """The values of a source."""
 
     source: Source
     skeleton: Skeleton
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """All of it."""
         return self.source.tensor(source_name(self.source, self.skeleton, parameter))
 
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Those rows alone."""
         return self.source.select_rows(source_name(self.source, self.skeleton, parameter), rows)
 
 
@@ -70,75 +66,79 @@ def embed(
     device: torch.device,
     offload: Callable[[int], Path | None],
     dtype: torch.dtype = DTYPE,
-) -> tuple[Activations, list[Arguments]]:
-    """Embed (S, T) ids -> hidden states (S, T, D) in `dtype`, and record each block's arguments.
+) -> Activations:
+    """Embed (S, T) ids -> hidden states (S, T, D) in `dtype`, with the arguments of each block.
 
     Of token embeddings only the rows of tokens that occur are loaded. `offload` tells the file for so many bytes of
     hidden states and of what goes with them, or None to keep them in memory. Raises UnsupportedError where what blocks
     are called with cannot be kept.
     """
-    blocks = skeleton.blocks
+    blocks, config = skeleton.blocks, skeleton.model.config
     real_blocks = list(blocks)
     recorders = [Recorder(block, last=block is real_blocks[-1]) for block in real_blocks]
     base = skeleton.model.base_model
     prefix = f"{skeleton.model.base_model_prefix}."
     empty: list[tuple[str, nn.Parameter]] = []
-    store: Activations | None = None
-    calls: Calls | None = None
-    before = f"{type(base).__name__}, around its blocks"
-
-    def rows(name: str, numbers: list[int]) -> torch.Tensor:
-        return values.rows(prefix + name, numbers).to(device, dtype)
-
-    try:
+    with ExitStack() as undo:
+        undo.callback(_put_back, skeleton, real_blocks, empty)
         for i, recorder in enumerate(recorders):
             blocks[i] = recorder
-        with tables_by_rows(base, rows, ids.unique().tolist()) as by_rows, torch.no_grad():
-            for name, parameter in list(base.named_parameters()):
-                if name not in by_rows:
-                    empty.append((name, parameter))
-                    set_parameter(base, name, values.tensor(prefix + name).to(device, dtype))
-            base.to(device)
-            for i, row in enumerate(ids.to(device)):
-                with suppress(StopForward), running(skeleton.model.config, before):
-                    base(input_ids=row[None], use_cache=False)
-                hidden = recorders[0].hidden
-                if store is None or calls is None:
-                    store = _store_for(skeleton, hidden, len(ids), offload, dtype)
-                    calls = Calls(len(ids), store.path)
-                    store.owned = calls.stores
-                    _refuse_changes(recorders)
-                store.write(i, hidden)
-                calls.add(i, recorders)
-            if calls is not None and calls.stores:
-                for recorder in recorders:
-                    recorder.shift = 1.0
-                with suppress(StopForward), running(skeleton.model.config, before):
-                    base(input_ids=ids[:1].to(device), use_cache=False)
-                calls.refuse_following(recorders)
-    except BaseException:
-        if store is not None:
+
+        def rows(name: str, numbers: list[int]) -> torch.Tensor:
+            return values.rows(prefix + name, numbers).to(device, dtype)
+
+        def run(row: torch.Tensor) -> torch.Tensor:
+            with suppress(StopForward), running(config, f"{type(base).__name__}, around its blocks"):
+                base(input_ids=row[None], use_cache=False)
+            return recorders[0].hidden
+
+        by_rows = undo.enter_context(tables_by_rows(base, rows, ids.unique().tolist()))
+        undo.enter_context(torch.no_grad())
+        for name, parameter in list(base.named_parameters()):
+            if name not in by_rows:
+                empty.append((name, parameter))
+                set_parameter(base, name, values.tensor(prefix + name).to(device, dtype))
+        base.to(device)
+        ids = ids.to(device)
+        store = _store_for(skeleton, run(ids[0]), len(ids), offload, dtype)
+        try:
+            store.arguments = _recorded(store, ids, run, recorders)
+        except BaseException:
             store.close()
-        raise
-    finally:
-        for i, block in enumerate(real_blocks):
-            blocks[i] = block
-        for name, parameter in empty:
-            # The parameter itself, not its value: a head that is tied to the embedding stays so.
-            path, _, leaf = name.rpartition(".")
-            base.get_submodule(path).register_parameter(leaf, parameter)
-    assert store is not None
-    assert calls is not None
-    return store, calls.arguments()
+            raise
+    store.settings = config
+    return store
 
 
-def _refuse_changes(recorders: list[Recorder]) -> None:
-    """Raise UnsupportedError where a model changes the hidden states between two blocks."""
-    first = recorders[0].hidden
-    if not all(same_values(recorder.hidden, first) for recorder in recorders):
+def _recorded(
+    store: Activations, ids: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], recorders: list[Recorder]
+) -> list[Arguments]:
+    """Put what `run` makes of each row of ids (the first one has been run) into the store; the blocks' arguments."""
+    if not all(same_values(recorder.hidden, recorders[0].hidden) for recorder in recorders):
         raise UnsupportedError(
             "this architecture changes hidden states between its blocks, so they cannot be computed one by one"
         )
+    calls = Calls(len(ids), store.path)
+    store.of_text = calls.stores
+    for i, row in enumerate(ids):
+        store.write(i, run(row) if i else recorders[0].hidden)
+        calls.add(i, recorders)
+    if calls.stores:
+        for recorder in recorders:
+            recorder.shift = 1.0
+        run(ids[0])
+        calls.refuse_following(recorders)
+    return calls.arguments()
+
+
+def _put_back(skeleton: Skeleton, blocks: list[nn.Module], empty: list[tuple[str, nn.Parameter]]) -> None:
+    """Give the skeleton its blocks and its parameters without values again."""
+    for i, block in enumerate(blocks):
+        skeleton.blocks[i] = block
+    for name, parameter in empty:
+        # The parameter itself, not its value: a head that is tied to the embedding stays so.
+        path, _, leaf = name.rpartition(".")
+        skeleton.model.base_model.get_submodule(path).register_parameter(leaf, parameter)
 
 
 def _store_for(
@@ -166,10 +166,10 @@ class Passes:
     `as_tuple` says whether the block that ran last returns a tuple.
     """
 
-    def __init__(self, job: Job, arguments: list[Arguments], tokens: int) -> None:
+    def __init__(self, job: Job, tokens: int) -> None:
         self.as_tuple = False
         self.device = torch.device(job.device)
-        self._job, self._arguments, self._tokens = job, arguments, tokens
+        self._job, self._tokens = job, tokens
         self._slopes = Shared(0, None)  # of the way back that is going on, by what blocks share
 
     def block(
@@ -195,20 +195,27 @@ class Passes:
         Gradients by what blocks share go from those that take it to the one that puts it; the last block comes first.
         Yields of each batch the gradients by `others`, in which the batch's tensors need only be once it ran.
         """
-        if index + 1 == len(self._arguments):
+        if index + 1 == len(inputs.arguments):
             self._slopes = Shared(len(inputs), inputs.path)
         for start, stop in inputs.batches(self._tokens):
-            traced = Traced(range(start, stop), self._slopes)
+            traced, batch = Traced(), range(start, stop)
             hidden = inputs.read(start, stop).to(self.device).detach().requires_grad_()
             with torch.enable_grad():
-                out = self._run(index, inputs, range(start, stop), hidden, traced.shelf)
-            slope = slopes.read(start, stop).to(self.device)
-            made, of_made, taken = *traced.made(), traced.taken()
-            with self._running(index):
-                inner, *gradients = torch.autograd.grad([out, *made], [hidden, *taken, *others], [slope, *of_made])
+                out = self._run(index, inputs, batch, hidden, traced)
+            ends, given = [out], [slopes.read(start, stop).to(self.device)]
+            for key, made in traced.made.items():
+                if key in self._slopes.keys(key[0]):  # later blocks took it
+                    ends += made
+                    slopes_of_made = self._slopes.read(key, batch)
+                    given += [slope.to(value) for slope, value in zip(slopes_of_made, made, strict=True)]
+            taken = [value for values in traced.taken.values() for value in values]
+            with running(inputs.settings, block_of(index, self._job.skeleton.blocks[index])):
+                inner, *gradients = torch.autograd.grad(ends, [hidden, *taken, *others], given)
             slopes.write(start, inner)
-            traced.hand_back(gradients[: len(taken)])
-            yield tuple(gradients[len(taken) :])
+            by_taken = iter(gradients)
+            for key, values in traced.taken.items():
+                self._slopes.add(key, batch, tuple(next(by_taken) for _ in values))
+            yield tuple(by_taken)
         if index == 0:
             self._slopes.close()
 
@@ -218,29 +225,11 @@ class Passes:
         inputs: Activations,
         sequences: Sequence[int],
         hidden: torch.Tensor,
-        shelf: Callable[..., Shelf] = Shelf,
+        traced: Traced | None = None,
     ) -> torch.Tensor:
-        block = self._job.skeleton.blocks[index]
-        with self._running(index):
-            out = call_block(block, self._arguments[index], hidden, inputs, sequences, shelf=shelf)
-            self.as_tuple = isinstance(out, tuple)
-            return hidden_of(out)
-
-    def _running(self, index: int) -> AbstractContextManager[None]:
-        return running(self._job.skeleton.model.config, block_of(index, self._job.skeleton.blocks[index]))
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Windows of one length in a wave, what flows into the next block, and what the blocks are called with."""
-
-    windows: list[Window]
-    store: Activations
-    arguments: list[Arguments]
-
-    def batches(self) -> list[tuple[int, int]]:
-        """Bounds of the windows that are computed together: those of `alike`."""
-        return self.store.batches(BATCH_TOKENS)
+        out = inputs.call(index, self._job.skeleton.blocks[index], sequences, hidden, traced=traced)
+        self.as_tuple = isinstance(out, tuple)
+        return hidden_of(out)
 
 
 class WindowWalk:
@@ -264,9 +253,7 @@ class WindowWalk:
         self._device, self._dtype = device, dtype
         self._offload_bytes, self._progress = offload_bytes, progress
 
-    def outputs(
-        self, windows: Sequence[Window]
-    ) -> Iterator[tuple[list[Window], torch.Tensor | tuple[torch.Tensor, ...]]]:
+    def outputs(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], Output]]:
         """Yield what comes out of the last block as it returns it, (B, T, D), batch after batch in order.
 
         Where a token has several hidden states side by side, that is (states, B, T, D).
@@ -276,58 +263,50 @@ class WindowWalk:
         for number, wave in enumerate(_waves(windows), 1):
             with ExitStack() as stack:
                 runs = self._embedded(wave, stack)
-                as_tuple = self._through(runs, number)
-                for run in runs:
-                    for start, stop in run.batches():
-                        hidden = run.store.read(start, stop).to(self._device)
-                        yield run.windows[start:stop], (hidden,) if as_tuple else hidden
+                as_tuple = self._through([store for _, store in runs], number)
+                for same, store in runs:
+                    for start, stop in store.batches(BATCH_TOKENS):
+                        hidden = store.read(start, stop).to(self._device)
+                        yield same[start:stop], (hidden,) if as_tuple else hidden
 
-    def _embedded(self, wave: list[Window], stack: ExitStack) -> list[_Run]:
-        """The windows of a wave as the first block gets them; what they lie in is closed with the stack."""
+    def _embedded(self, wave: list[Window], stack: ExitStack) -> list[tuple[list[Window], Activations]]:
+        """Windows of one length and what flows into the first block; the stack closes the latter."""
         settings = self._skeleton.model.config.get_text_config()
         beside = beside_states(settings)
         each = int(settings.hidden_size) * beside.states + beside.of_text + beside.shared
         size = sum(len(window.ids) for window in wave) * each * self._dtype.itemsize
         folder = stack.enter_context(temporary_folder()) if size > self._offload_bytes else None
-        runs: list[_Run] = []
+        runs: list[tuple[list[Window], Activations]] = []
         for _, group in groupby(wave, lambda window: len(window.ids)):
             same = list(group)
             ids = torch.stack([torch.from_numpy(window.ids) for window in same])
             path = None if folder is None else folder / f"{len(runs)}.offload"
-            place = partial(_in_file, path)
             with torch.inference_mode(), products_everywhere():
-                store, arguments = embed(self._values, self._skeleton, ids, self._device, place, self._dtype)
-            stack.enter_context(closing(store))
-            runs.append(_Run(same, store, arguments))
+                store = embed(self._values, self._skeleton, ids, self._device, lambda _, path=path: path, self._dtype)
+            runs.append((same, stack.enter_context(closing(store))))
         trim_heap()
         return runs
 
-    def _through(self, runs: list[_Run], number: int) -> bool:
+    def _through(self, stores: list[Activations], number: int) -> bool:
         """Take a wave through all blocks; whether the last one returns tuples."""
         blocks = len(self._skeleton.blocks)
-        batches = sum(len(run.batches()) for run in runs)
-        out: torch.Tensor | tuple[torch.Tensor, ...] = ()
+        batches = sum(len(store.batches(BATCH_TOKENS)) for store in stores)
+        out: Output = ()
         with self._progress.step(f"blocks, windows in wave {number}", blocks * batches, work=True) as advance:
             trimmer = MemoryTrimmer()
             for index in range(blocks):
                 with self._block(index) as module:
-                    for run in runs:
-                        for start, stop in run.batches():
+                    for store in stores:
+                        for start, stop in store.batches(BATCH_TOKENS):
                             with torch.inference_mode(), products_everywhere():
-                                hidden = run.store.read(start, stop).to(self._device)
-                                sequences = range(start, stop)
-                                with running(self._skeleton.model.config, block_of(index, module)):
-                                    out = call_block(module, run.arguments[index], hidden, run.store, sequences)
-                                run.store.write(start, hidden_of(out))
+                                hidden = store.read(start, stop).to(self._device)
+                                out = store.call(index, module, range(start, stop), hidden)
+                                store.write(start, hidden_of(out))
                             trimmer.trim()
                             advance()
-                        run.store.shared.next_block()
+                        store.shared.next_block()
                 del module
         return isinstance(out, tuple)
-
-
-def _in_file(path: Path | None, _size: int) -> Path | None:
-    return path
 
 
 def _waves(windows: Sequence[Window]) -> Iterator[list[Window]]:

@@ -16,24 +16,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.flow.inputs import InputSlopes, as_leaves, input_table
 from quantkit.calibration.passes import Passes, SourceValues, embed
+from quantkit.calibration.stores import Store
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job, Shapes
 from quantkit.contracts.run import Run
 from quantkit.errors import RecipeError, SourceError
 from quantkit.models.output_head import load_head
 from quantkit.models.skeleton import weight_name
-from quantkit.models.stand_in import Arguments
 from quantkit.numerics.matmul import product
 from quantkit.recipe import CalibrationSpec
 from quantkit.system.cache import cache_folder
@@ -180,10 +180,10 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
     title = f"{job.method.name}: measuring sensitivities"
     with ExitStack() as stack, run.progress.step(title, 2 * blocks + 1, work=True) as advance:
         values, path = SourceValues(job.source, job.skeleton), run.folder / "flows.offload"
-        first, arguments = embed(values, job.skeleton, ids, device, lambda _size: path)
+        first = embed(values, job.skeleton, ids, device, lambda _size: path)
         flows = [stack.enter_context(closing(first))]
-        measured = _Measurement(job, arguments, propose, ids.numel())
-        inputs = stack.enter_context(closing(InputSlopes(path)))
+        measured = _Measurement(job, propose, ids.numel())
+        inputs = stack.enter_context(closing(_InputSlopes(path)))
         for index in range(blocks):
             store = first.like(path)
             flows.append(stack.enter_context(closing(store)))
@@ -206,14 +206,14 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
 class _Measurement:
     """One pass forward and one back. Sums over tokens of the squared effect of each change, by tensor and kind."""
 
-    def __init__(self, job: Job, arguments: list[Arguments], propose: Propose, tokens: int) -> None:
+    def __init__(self, job: Job, propose: Propose, tokens: int) -> None:
         self._job, self._skeleton, self._propose, self._tokens = job, job.skeleton, propose, tokens
-        self._passes = Passes(job, arguments, BATCH_TOKENS)
+        self._passes = Passes(job, BATCH_TOKENS)
         self._device, model = self._passes.device, job.skeleton.model
         # Names of the weights, the same where they are tied.
         self._embedding = weight_name(model, model.get_input_embeddings())
         self._head = weight_name(model, model.get_output_embeddings())
-        table = input_table(model)
+        table = _input_table(model)
         self._table = table if table is not None and propose(table.name) is not None else None
         self._squares: dict[str, torch.Tensor] = {}
         self._effects: dict[str, dict[str, torch.Tensor]] = {}  # tensor -> kind -> (tokens,) float32
@@ -290,7 +290,7 @@ class _Measurement:
             self._add(self._head, kind, effects)
             trim_heap()
 
-    def backward(self, index: int, inputs: Activations, slopes: Activations, by_inputs: InputSlopes) -> None:
+    def backward(self, index: int, inputs: Activations, slopes: Activations, by_inputs: _InputSlopes) -> None:
         """Turn the gradients by block `index`'s outputs into those by its inputs; try the changes of its layers."""
         linears, table = self._skeleton.linears_of(index), self._table
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
@@ -305,7 +305,7 @@ class _Measurement:
                 outputs[name] = out
 
         with self._passes.block(index) as block:
-            leaves = nullcontext() if table is None else as_leaves(block, table.width, outputs, table.name)
+            leaves = nullcontext() if table is None else _as_leaves(block, table.width, outputs, table.name)
             with _watched(linears, note), leaves:
                 for gradients in self._passes.backward(index, inputs, slopes, outputs.values()):
                     for name, gradient in zip(outputs, gradients, strict=True):
@@ -352,7 +352,7 @@ class _Measurement:
             effect = torch.cat(parts).cpu()
             self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect
 
-    def table(self, ids: torch.Tensor, by_inputs: InputSlopes) -> None:
+    def table(self, ids: torch.Tensor, by_inputs: _InputSlopes) -> None:
         """Try the changes of the table of what each block gets of a token: of the rows of tokens that occur."""
         table = self._table
         changes = None if table is None else self._propose(table.name)
@@ -387,3 +387,76 @@ def _watched(linears: dict[str, nn.Linear], note: Callable[[str, torch.Tensor, t
         for name, layer in linears.items():
             stack.enter_context(layer.register_forward_hook(hook(name)))
         yield
+
+
+@dataclass(frozen=True)
+class _InputTable:
+    """A table with a row for each token, of which each block gets a part beside the hidden states.
+
+    Gemma 3n and 4 (transformers: models/gemma3n and models/gemma4) look a token up in a table of all blocks, multiply
+    what stands there by `factor`, add a projection of the token's embedding, and call each block with its `width`.
+    """
+
+    name: str
+    rows: int
+    width: int
+    factor: float
+
+    def rows_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """The row of each token; one behind the table takes the first, as in transformers."""
+        return torch.where(ids < self.rows, ids, 0)
+
+
+def _input_table(model: Any) -> _InputTable | None:
+    """That of a model, or None where its blocks get nothing of the kind."""
+    width = int(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0) or 0)
+    found = [(name, part) for name, part in model.named_modules() if name.endswith("embed_tokens_per_layer")]
+    if not width or not found:
+        return None
+    [(name, table)] = found
+    return _InputTable(f"{name}.weight", len(table.weight), width, math.sqrt(width / 2))
+
+
+@contextmanager
+def _as_leaves(block: nn.Module, width: int, outputs: dict[str, torch.Tensor], name: str) -> Iterator[None]:
+    """While it lasts, what the block gets of a table, (B, T, width), is a leaf of the graph, and put into `outputs`."""
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim != 3 or value.shape[-1] != width:
+            return value
+        outputs[name] = value.detach().requires_grad_()
+        return outputs[name]
+
+    def hook(
+        _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, *others = args
+        return (hidden, *map(given, others)), {key: given(value) for key, value in kwargs.items()}
+
+    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _InputSlopes:
+    """The gradients of all tokens by what each block gets of a table, in a file at `path` or in memory."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._blocks: dict[int, Store] = {}
+
+    def put(self, index: int, slopes: torch.Tensor) -> None:
+        """Those by what block `index` gets, (tokens, width)."""
+        self._blocks[index] = Store(len(slopes), (*slopes.shape[1:],), slopes.dtype, self._path)
+        self._blocks[index].write(0, slopes)
+
+    def of(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Those of some tokens by a whole row of the table, (tokens, blocks * width)."""
+        return torch.cat([self._blocks[index].select(tokens) for index in sorted(self._blocks)], -1)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for store in self._blocks.values():
+            store.close()

@@ -1,13 +1,13 @@
-"""Training on a part of the calibration sequences while the rest is only looked at, and what does best there stays."""
+"""Training on a part of the calibration sequences; the state with the least loss on the rest stays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from quantkit.system.ranks.group import place, size, sum_over
+from quantkit.system.ranks import Shards
 
 
 @dataclass(frozen=True)
@@ -22,39 +22,45 @@ class HeldOut:
     patience: int | None = None
 
 
-def train(
-    sequences: int,
-    batch: int,
-    steps: int,
-    held_out: HeldOut,
-    seed: int,
-    *,
-    measure: Callable[[list[int]], float],
-    step: Callable[[int, list[int], float], None],
-    keep: Callable[[], None],
-    report: Callable[[float, float], None] = lambda _first, _best: None,
-) -> None:
-    """Train on batches of the numbers of sequences, in an order that depends on `seed` and the numbers alone.
+class Student(Protocol):
+    """What is trained, on batches of the numbers of sequences."""
 
-    measure(batch) is the mean loss of held-out sequences, step(number, batch, first) one step, where `first` is the
-    held-out loss before all, keep() keeps the state as the best one, and report(first, best) is told of each step.
-    Each of several ranks has `sequences` of its own and takes its share of `batch`; losses are those of all together.
-    All call `measure` and `step` at the same times, so one that has fewer held-out sequences looks at some once more.
+    def measure(self, sequences: list[int]) -> float:
+        """The mean loss of held-out sequences."""
+
+    def step(self, number: int, sequences: list[int], first: float) -> None:
+        """Do one training step; `first` is the held-out loss before all."""
+
+    def keep(self) -> None:
+        """Keep the state as the best one."""
+
+    def report(self, first: float, best: float) -> None:
+        """Called after each step with the held-out losses before all and of the best state."""
+
+
+def train(
+    student: Student, sequences: int, batch: int, steps: int, held_out: HeldOut, seed: int, shards: Shards
+) -> None:
+    """Train on batches of `batch` of the `sequences`, in an order that depends on `seed` and the numbers alone.
+
+    Each of several processes has `sequences` of its own and takes its share of `batch`; losses are those of all
+    together. All call `measure` and `step` at the same times, so one that has fewer held-out sequences measures some
+    once more.
     """
     held = list(range(held_out.share - 1, sequences, held_out.share))
     trained = [number for number in range(sequences) if (number + 1) % held_out.share]
-    batch = max(1, batch // size())
+    batch = max(1, batch // shards.size)
     parts = [held[start : start + batch] for start in range(0, len(held), batch)]
-    numbers = torch.zeros(size(), dtype=torch.float64)
-    numbers[place().rank] = len(parts)
-    sum_over(numbers)
+    numbers = torch.zeros(shards.size, dtype=torch.float64)
+    numbers[shards.rank] = len(parts)
+    shards.sum(numbers)
     more = int(numbers.max()) - len(parts)
 
     def held_out_loss() -> float:
-        sums = torch.tensor([sum(measure(part) * len(part) for part in parts), len(held)], dtype=torch.float64)
+        sums = torch.tensor([sum(student.measure(part) * len(part) for part in parts), len(held)], dtype=torch.float64)
         for _ in range(more):
-            measure((held or trained)[:1])
-        sum_over(sums)
+            student.measure((held or trained)[:1])
+        shards.sum(sums)
         return float(sums[0]) / max(1, int(sums[1]))
 
     first = best = held_out_loss()
@@ -64,7 +70,7 @@ def train(
     for number in range(steps):
         if len(queue) < batch:
             queue = [trained[i] for i in torch.randperm(len(trained), generator=generator).tolist()]
-        step(number, queue[:batch], first)
+        student.step(number, queue[:batch], first)
         queue = queue[batch:]
         done = number + 1 == steps
         if done or (number + 1) % held_out.interval == 0:
@@ -72,9 +78,9 @@ def train(
             worse += 1
             if loss < best:
                 best, worse = loss, 0
-                keep()
+                student.keep()
             out_of_patience = held_out.patience is not None and worse >= held_out.patience
             done = done or (out_of_patience and number >= steps // 2)
-        report(first, best)
+        student.report(first, best)
         if done:
             break

@@ -19,7 +19,7 @@ from quantkit.contracts.stored import open_stored
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.models.text_half import is_multimodal, stated_of
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.system.sizes import bits_per_weight
 from quantkit.untrusted import read_object, shown
 
@@ -77,11 +77,12 @@ def refuse_disagreement(artifact: Artifact, kind: Format, reader: TensorReader) 
 def _refuse_options(artifact: Artifact, method: Method) -> None:
     """Hold the options against the method's and against the recipe that asked for them."""
     manifest = artifact.manifest
-    if unknown := sorted(manifest.options.keys() - method.Options.model_fields.keys()):
+    given = {name: value for name, value in manifest.options.items() if name not in method.records}
+    if unknown := sorted(given.keys() - method.Options.model_fields.keys()):
         raise _damaged(artifact, f"the method {method.name} has no option {unknown[0]!r}")
     try:
         method.parse_bits(manifest.recipe.bits)
-        options = method.parse_options(manifest.options)
+        options = method.parse_options(given)
     except RecipeError as error:
         raise _damaged(artifact, str(error)) from None
     if method.calibrated(options) != (manifest.calibration_sha256 is not None):

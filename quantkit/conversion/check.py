@@ -24,7 +24,6 @@ from quantkit.models.config import ADD_ROWS, refuse_ids, vocabulary_of
 from quantkit.models.source import Source
 from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, parse
 from quantkit.system.device import CPU, device_memory, find_device
-from quantkit.system.ranks.group import size
 from quantkit.untrusted import read_object, shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
@@ -138,7 +137,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         notes = (*job.checked.notes, *context_notes(recipe.calibration, config))
         tokens = draw_tokens(job.source.tokenizer(), recipe.calibration, recipe.seed, config)
         job = job.changed(calibration=tokens, checked=replace(job.checked, notes=notes))
-        _refuse_many_ranks(*tokens.ids.shape)
+        _refuse_many_ranks(job.shards.size, *tokens.ids.shape)
     job, forecast = fit_memory(job, max_memory)
     if forecast is not None and forecast.offloaded:
         disk_bytes += forecast.offloaded
@@ -148,25 +147,25 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
 
 def _refuse_ranks(job: Job) -> None:
     """Raise RecipeError where several processes cannot share the work of the method."""
-    reason = job.method.refuse_ranks(job) if size() > 1 else None
+    reason = job.method.refuse_ranks(job) if job.shards.size > 1 else None
     if reason is not None:
         raise RecipeError(
-            f"{size()} processes cannot share what the method {job.method.name} does: {reason}. Start one, without "
-            "torchrun; gptq and awq can be shared."
+            f"{job.shards.size} processes cannot share what the method {job.method.name} does: {reason}. Start one, "
+            "without torchrun; gptq and awq can be shared."
         )
 
 
-def _refuse_many_ranks(sequences: int, length: int) -> None:
+def _refuse_many_ranks(processes: int, sequences: int, length: int) -> None:
     """Raise RecipeError where some of several processes would get no calibration sequences."""
-    if size() == 1:
+    if processes == 1:
         return
-    from quantkit.calibration.block import batch_size
+    from quantkit.calibration.walk import batch_size
 
     batches = -(-sequences // batch_size(length))
-    if batches < size():
+    if batches < processes:
         raise RecipeError(
             f"{sequences} calibration sequences of {length} tokens go through the model in {batches} batches, which "
-            f"{size()} processes cannot share. Start at most {batches}, or give more sequences."
+            f"{processes} processes cannot share. Start at most {batches}, or give more sequences."
         )
 
 

@@ -26,7 +26,6 @@ from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
 from quantkit.system.device import described
 from quantkit.system.files import replace_text, safe_name
-from quantkit.system.ranks.group import from_leader, place, size
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import parse_json, shown, told
 
@@ -99,7 +98,7 @@ def run(
     values = fingerprint(checked)
     with staged(out, force, values, progress.say) as folder:
         unfinished = not (folder / MANIFEST).is_file()
-        from_leader((values, unfinished))
+        checked.shards.from_leader((values, unfinished))
         if unfinished:
             _make(checked, folder, progress)
     return open_artifact(out)
@@ -113,18 +112,18 @@ def follow(job: Job, out: str | Path | None = None, *, max_memory: int | None = 
     out = place_of(default_out(job.recipe) if out is None else out)
     checked = check(job, out, max_memory).job
     own: dict[str, Any] = fingerprint(checked)
-    leaders, unfinished = from_leader((own, False))
+    leaders, unfinished = checked.shards.from_leader((own, False))
     differing = [key for key in {**own, **leaders} if own.get(key) != leaders.get(key) and key not in OF_A_RANK]
     if differing:
         raise RecipeError(
-            f"process {place().rank} has another conversion than the first one: differing in {', '.join(differing)}. "
-            "Start all with the same command, code and files."
+            f"process {job.shards.rank} has another conversion than the first one: differing in "
+            f"{', '.join(differing)}. Start all with the same command, code and files."
         )
     if unfinished:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(out.absolute().parent) as folder:
             ours = Run(folder)
-            checked.method.write(checked.settled(ours), ours)
+            checked.method.write(checked.with_layer_bits(ours), ours)
 
 
 def refuse_own_source(job: Job, out: Path) -> None:
@@ -146,10 +145,10 @@ def _make(job: Job, folder: Path, progress: Progress) -> None:
             job.source.refuse_non_finite(lambda name, _: advance(job.source.info(name).parameters))
     job.source.copy_side_files(folder)  # first, so that a method may mend one of them
     current = Run(folder, progress, findings or Findings())
-    if size() > 1:
-        current.findings.note(f"{size()} processes shared the work; bytes depend on their number", "processes")
+    if job.shards.size > 1:
+        current.findings.note(f"{job.shards.size} processes shared the work; bytes depend on their number", "processes")
     try:
-        job = job.settled(current)
+        job = job.with_layer_bits(current)
         job.method.write(job, current)
     except ValuesError:
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 
 SLAB_ELEMENTS = 1 << 20  # of the weight that are wide at a time
 

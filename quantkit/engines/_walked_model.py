@@ -24,7 +24,7 @@ from quantkit.models.output_head import LastStates, NarrowOutput, OutputHead
 from quantkit.models.skeleton import Skeleton, tables, weight_name
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import products_everywhere
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.system.memory import trim_heap
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from quantkit.models.leftovers import leftovers
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, rows_of, set_parameter, source_name
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.system.device import find_device
 from quantkit.untrusted import told
 

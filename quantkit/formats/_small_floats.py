@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.numerics.scaled.weight import E2M1_CODES, E8M0_BIAS
+from quantkit.numerics.scaled_weight import E2M1_CODES, E8M0_BIAS
 
 
 def _e4m3() -> NDArray[np.float32]:

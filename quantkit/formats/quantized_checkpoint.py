@@ -25,7 +25,7 @@ from quantkit.formats._source_settings import FILES, KEYS, source_settings
 from quantkit.formats.float.checkpoint import Checkpoint, read_folder
 from quantkit.models.text_half import config_of, places_of
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.untrusted import shown
 
 AGAIN = re.compile(r"(Convert again( with --force)?|Fetch the checkpoint again)\.")

@@ -9,11 +9,12 @@ Scales are rounded to float16 before they are used, because that is what the che
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
-from quantkit.numerics.slabs import rows_together
+from quantkit.numerics.matmul import rows_together
 
 COARSE_STEPS = 11  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
@@ -200,7 +201,13 @@ def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Te
     return codes
 
 
-def on_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> GroupedWeight:
-    """`weight` (N, K) by plain rounding, on its device; groups lie side by side."""
-    g_idx = contiguous_groups(weight.shape[1], group_size, weight.device)
-    return GroupedWeight(round_to_grid(weight, grid, group_size), grid.scales, grid.zeros, g_idx, grid.bits)
+def round_to_nearest(weight: torch.Tensor, group_size: int, bits: int, **how: Any) -> GroupedWeight:
+    """`weight` (N, K) float32 on the nearest codes of a grid, on its device; groups are of neighbouring columns.
+
+    `group_size` -1: a group is a whole row; `how` are the other arguments of `fit_grid`.
+    """
+    columns = weight.shape[1]
+    size = columns if group_size == -1 else group_size
+    grid = fit_grid(weight, size, bits, **how)
+    codes = round_to_grid(weight, grid, size)
+    return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(columns, size, weight.device), bits)

@@ -20,6 +20,9 @@ LINEAR = nn.functional.linear
 FEW_ROWS = 4  # that many and less are multiplied as they are: to widen the weight would take longer
 SLAB_ELEMENTS = 1 << 20  # of the weight that are wide at a time
 QUICK_COLUMNS = 1024
+# Each kernel takes a GPU some microseconds to start, so few large kernels are faster than many small ones. 268 MB in
+# float32 hold the largest layer of an 8B model.
+GPU_ELEMENTS = 1 << 26
 
 
 @cache
@@ -143,3 +146,13 @@ def products_everywhere() -> Iterator[None]:
         yield
     finally:
         nn.functional.linear = plain
+
+
+def elements_together(elements: int, device: torch.device) -> int:
+    """The number of elements to compute together: `elements` on the CPU, at least `GPU_ELEMENTS` elsewhere."""
+    return elements if device.type == "cpu" else max(elements, GPU_ELEMENTS)
+
+
+def rows_together(weight: torch.Tensor, elements: int) -> int:
+    """How many rows of `weight` (N, K) to compute together; `elements` is their size on the CPU."""
+    return max(1, elements_together(elements, weight.device) // weight.shape[1])

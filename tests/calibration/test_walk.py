@@ -1,4 +1,6 @@
 import itertools
+from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,15 +8,14 @@ import tiny_llama
 import torch
 from tiny_llama import LAYERS, LENGTH, LINEARS, SEQUENCES, calibration_ids, inputs_of, job_for, plain_model, save_llama
 
-from quantkit.calibration import block as block_module
 from quantkit.calibration import walk as walk_module
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block, batch_size
-from quantkit.calibration.importance import measure_importance
+from quantkit.calibration.block import Block
 from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.sensitivity import sensitivities
-from quantkit.calibration.walk import walk
+from quantkit.calibration.walk import batch_size, measure_importance, walk
 from quantkit.errors import SourceError
+from quantkit.models.stand_in import StopForward
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
 ROUNDING = 2**-8
@@ -83,7 +84,7 @@ def test_a_model_that_overflows_is_named(tmp_path):
 
 
 def test_a_share_of_the_sequences_and_every_second_token(tiny_llama, monkeypatch):
-    monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(walk_module, "BATCH_TOKENS", 4 * LENGTH)
     trial = job_for(tiny_llama, "gptq")
     monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
     exact_count = walk_module.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
@@ -127,7 +128,7 @@ def test_the_unquantized_stream_is_long_enough_for_the_widest_layer():
 
 
 @pytest.mark.parametrize(("factor", "finished"), [(0.7, LAYERS), (-1.5, 1)])
-def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama, factor, finished, monkeypatch):
+def test_a_model_is_unusable_where_zeros_would_be_nearer(tiny_llama, factor, finished, monkeypatch):
     """What blocks add is multiplied; an earlier run had finished some of them."""
     trial, model = job_for(tiny_llama, "gptq"), plain_model(tiny_llama)
     states = []
@@ -154,14 +155,43 @@ def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama, factor, finishe
         for name, value in within(block.prefix).items():
             block.replace(name, value)
     assert seen == [pytest.approx(distance, rel=0.02)]
-    assert any("lost" in note for note in trial.run.findings.notes) == (factor < 0)
+    assert any("unusable" in note for note in trial.run.findings.notes) == (factor < 0)
+
+
+def repeated(block, visitor):
+    """`for_each_group` by running the blocks from their inputs up to each group, every time anew."""
+
+    def arrived(stream, name, sequences):
+        seen = []
+
+        def stop(_module, args):
+            seen.append(args[0])
+            raise StopForward
+
+        layer = stream.module.get_submodule(name.removeprefix(block.prefix).removesuffix(".weight"))
+        handle = layer.register_forward_pre_hook(stop)
+        with suppress(StopForward):
+            stream.call(sequences)
+        handle.remove()
+        return SimpleNamespace(at=0 if seen else 1, x=seen[0] if seen else None)
+
+    with torch.no_grad():
+        for names in block.groups():
+            gram = block.moments.empty(names[0], block.exact is not None)
+            for start, stop in block.batches():
+                both = block.exact is not None and stop <= len(block.exact.states)
+                streams = [block.stream, block.exact] if both else [block.stream]
+                batch, exact, *_ = [*(arrived(each, names[0], range(start, stop)) for each in streams), None]
+                block._add(gram, names[0], batch, exact, 0)
+            visitor(block.moments.group(names, gram, block.collect))
+        block.stream.finish(block.batches(), block.trimmer)
 
 
 def walked(folder, out, suspend, offload_bytes, exact, ample):
     """All that a walk gives, while each weight is replaced by a coarser one once its group is seen."""
     trial, seen = job_for(folder, "gptq", out, length=SHORT), []
     job = trial.job.changed(offload_bytes=offload_bytes, batch_tokens=4 * SHORT)
-    for block in walk(job, trial.run, exact=exact, ample=ample, suspend=suspend):
+    for block in walk(job, trial.run, exact=exact, ample=ample):
         seen.append(block.inputs.read().clone())
 
         def see(group, block=block):
@@ -169,7 +199,7 @@ def walked(folder, out, suspend, offload_bytes, exact, ample):
             for name in group.names:
                 block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
 
-        block.for_each_group(see)
+        block.for_each_group(see) if suspend else repeated(block, see)
         seen.append(block.inputs.read().clone())
         if exact:
             seen.append(block.targets().read().clone())
@@ -185,7 +215,7 @@ def test_suspended_batches_equal_batches_that_run_the_block_again(
     name, exact, offload_bytes, architecture, tmp_path, monkeypatch
 ):
     """Bit for bit: the same operations on the same batches with the same weights, in one thread."""
-    monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * SHORT)
+    monkeypatch.setattr(walk_module, "BATCH_TOKENS", 4 * SHORT)
     monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
     want, got = (walked(architecture(name), tmp_path, suspend, offload_bytes, exact, 4) for suspend in (False, True))
     assert len(got) == len(want) > 9

@@ -9,7 +9,7 @@ from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_m
 from tiny_llama import calibration_ids, converted, job_for
 from trials import dense, read_back
 
-from quantkit.calibration.block import FEW_TOKENS
+from quantkit.calibration.moments import FEW_TOKENS
 from quantkit.calibration.walk import walk
 from quantkit.conversion.verify import verify
 from quantkit.formats.source import open_source
@@ -148,7 +148,7 @@ def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name, architecture
     alone = 0
     for index, (key, mine) in enumerate(zip(first, sent, strict=True)):
         x = inputs[mine] if inputs.ndim == 2 else inputs[index][mine]
-        assert block.tokens[key] == len(x)
+        assert block.moments.tokens[key] == len(x)
         assert f".experts.{index}." in key
         if len(x) >= FEW_TOKENS:
             assert (hessians[key] - x.T @ x / len(x)).norm() < 5e-3 * hessians[key].norm()

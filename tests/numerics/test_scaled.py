@@ -1,11 +1,19 @@
 import pytest
 import torch
 
+from quantkit.numerics import scaled_rounding as fit
 from quantkit.numerics.error_feedback import Feedback
-from quantkit.numerics.scaled import fit
-from quantkit.numerics.scaled.feedback import float4_with_feedback, int8_with_feedback
-from quantkit.numerics.scaled.fit import FLOAT8, INT8, Float4, fit_scales, round_float8, round_int8
-from quantkit.numerics.scaled.weight import E2M1, InputRounding, ScaledWeight
+from quantkit.numerics.scaled_rounding import (
+    FLOAT8,
+    INT8,
+    Float4,
+    fit_scales,
+    float4_with_feedback,
+    int8_with_feedback,
+    round_float8,
+    round_int8,
+)
+from quantkit.numerics.scaled_weight import E2M1, InputRounding, ScaledWeight
 
 POINTS = torch.tensor([*E2M1, *(-value for value in E2M1[1:])])
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.numerics.grouped_weight import GroupedWeight
-    from quantkit.numerics.scaled.weight import ScaledWeight
+    from quantkit.numerics.scaled_weight import ScaledWeight
 
 MIXED = "mixed-precision"  # the format where each group names its own
 MOST_GROUPS = 64

@@ -45,7 +45,7 @@ from quantkit.formats.compressed_tensors.schemes import (
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.numerics.casting import cast_finite
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 
 DTYPE = torch.bfloat16  # of scales of 8-bit values, and of everything that is not quantized
 SCALE, DIVISOR, PACKED = "weight_scale", "weight_global_scale", "weight_packed"

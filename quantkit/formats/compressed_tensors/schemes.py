@@ -16,7 +16,7 @@ from quantkit.formats._grouped_layout import AGAIN
 from quantkit.formats._quantization_config import Untouched
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
-from quantkit.numerics.scaled.weight import InputRounding
+from quantkit.numerics.scaled_weight import InputRounding
 from quantkit.untrusted import shown
 
 METHOD, HEAD = "compressed-tensors", "lm_head"

@@ -30,8 +30,8 @@ from quantkit.methods import gptq
 from quantkit.methods.gguf.codebook_feedback import with_feedback
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
+from quantkit.numerics.matmul import rows_together
 from quantkit.numerics.second_moments import permuted
-from quantkit.numerics.slabs import rows_together
 
 TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
 

@@ -10,7 +10,7 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float, stays_half
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
-from quantkit.methods._budget.targets import given_target, write_recipe
+from quantkit.methods._targets import given_target, write_recipe
 from quantkit.system.sizes import parse_size
 
 FLOAT_TYPES = ("F16", "BF16", "F32")

@@ -1,8 +1,10 @@
-"""Bits by layer, for whatever method makes grouped codes: given by hand, or chosen for a size or a divergence.
+"""Bits by layer, for methods that make grouped codes: given by hand, or chosen for a size or a divergence.
 
-Options and check. The layout says what each layer gets (`Layout.bits_of`), and methods read that. Layers that get the
-same input have the same bits, since engines join some of them to one layer: queries, keys and values, gate and up; so
-have all experts of a block.
+The layout says what each layer gets (`Layout.bits_of`), and methods read that. Layers that get the same input have the
+same bits, since engines join some of them to one layer: queries, keys and values, gate and up; so have all experts of a
+block. Where bits are chosen, the harm of each width in each layer is estimated from a few calibration sequences
+(calibration/sensitivity.py), rounded to the nearest code of a grid that is searched as GPTQ's is. An integer programme
+shares out the bits (numerics/allocation.py).
 """
 
 from __future__ import annotations
@@ -12,22 +14,28 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BeforeValidator, Field
 
-from quantkit.calibration import sensitivity
+from quantkit.calibration.sensitivity import Scores, kept_sensitivities, peak_bytes, work_bytes
 from quantkit.contracts.format import Layout
-from quantkit.contracts.method import Job
-from quantkit.contracts.run import Checked
+from quantkit.contracts.method import BitSearch, Job, Shapes
+from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError
-from quantkit.methods._budget.targets import AUTO, given_target
+from quantkit.methods._targets import AUTO, given_target, write_recipe
 from quantkit.models.stand_in import layers_of_one_input
+from quantkit.numerics.allocation import fewest_bytes, least_damage
+from quantkit.numerics.grid import round_to_nearest
 from quantkit.recipe import Strict
 
 WIDTHS = (2, 3, 4, 8)
 KIND = {AUTO: ("grouped codes", "compressed-tensors")}  # what methods make with these bits, and its default format
 SCALE_BITS = 16
+VERSION = 1  # of what is made of weights; another one makes kept scores worthless
+OPTION = "layer_bits"
+TRIED_ROWS = 256  # of a layer in the estimate
 
 
 def _as_bits(value: Any) -> Any:
@@ -55,6 +63,18 @@ class BitsByLayer(Strict):
     )
     layer_bits: Annotated[dict[str, int] | None, BeforeValidator(_as_bits)] = Field(
         None, description="bits of single layers: PATTERN=BITS,...; a pattern is a regular expression"
+    )
+
+
+class GroupedOptions(BitsByLayer):
+    """The options of all methods that make grouped codes."""
+
+    group_size: int | Literal["auto"] = Field(
+        "auto",
+        description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
+    )
+    head_bits: Literal[4, 8] | None = Field(
+        None, description="bits of an output head that is not tied to the embedding; default: 16"
     )
 
 
@@ -98,7 +118,7 @@ def check_bits(job: Job, layout: Layout) -> Checked:
         return job.check_layout(layout)
     checked = job.check_layout(replace(layout, choices=_choices(job)))
     hidden = int(job.skeleton.model.get_input_embeddings().embedding_dim)
-    flows = sensitivity.work_bytes(job.recipe.calibration, len(job.skeleton.blocks), hidden)
+    flows = work_bytes(job.recipe.calibration, len(job.skeleton.blocks), hidden)
     return replace(checked, nbytes=checked.nbytes - _refuse_far(job, checked.plan) + flows)
 
 
@@ -169,3 +189,82 @@ def _refuse_far(job: Job, layout: Layout) -> int:
             "embedding and head are not counted."
         )
     return int((high - asked) * weights / 8)
+
+
+def choose_bits(job: Job, run: Run) -> Job:
+    """Return the job with each layer's bits in its plan, where they are to be chosen; a note says what was chosen.
+
+    Raises RecipeError where the target is out of reach of the estimate.
+    """
+    if not targeted(job.options):
+        return job
+    bits: dict[str, int] = {}
+    if job.shards.rank == 0:
+        kept: Any = run.findings.options.get(OPTION)  # what an interrupted run has chosen
+        bits = _searched(job, run) if kept is None else {f"{name}.weight": int(width) for name, width in kept.items()}
+    bits = job.shards.from_leader(bits)
+    run.findings.options[OPTION] = {module_of(name): width for name, width in bits.items()}
+    write_recipe(job, run, {OPTION: run.findings.options[OPTION]})
+    return job.changed(checked=replace(job.checked, plan=with_bits(job, job.checked.plan, bits)))
+
+
+def _searched(job: Job, run: Run) -> dict[str, int]:
+    layout: Layout = job.checked.plan
+    shapes, kinds = job.skeleton.linears(), tuple(map(str, layout.choices))
+    maker = f"codes {VERSION}, groups of {layout.group_size}, {layout.symmetric}, {layout.least_zero}"
+
+    def changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+        return rounded(weight, int(kind), layout, importance)
+
+    scores = kept_sensitivities(job, run, dict.fromkeys(shapes, kinds), changed, maker, TRIED_ROWS)
+    units = layers_of_one_input(job.skeleton, job.source.config)
+    sizes, damage = programme(units, shapes, scores, layout)
+    asked, weights = job.options.target_bpw, sum(rows * columns for rows, columns in shapes.values())
+    try:
+        if asked is not None:
+            chosen = least_damage(sizes, damage, int(asked * weights))
+        else:
+            chosen = fewest_bytes(sizes, damage, job.options.target_kld)
+    except ValueError:
+        least = sum(min(row) for row in damage)
+        raise RecipeError(
+            f"target_kld = {job.options.target_kld:g} is out of reach: with bits {', '.join(kinds)} the estimate for "
+            f"{job.source.model} is {least:.4g} nats a token or more. Ask for more."
+        ) from None
+    bits = {name: layout.choices[k] for names, k in zip(units, chosen, strict=True) for name in names}
+    size = sum(row[k] for row, k in zip(sizes, chosen, strict=True))
+    harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
+    counts = Counter(bits.values())
+    run.findings.note(
+        f"bits chosen by sensitivity: {size / weights:.3f} bits per weight of the linear layers "
+        f"({', '.join(f'{counts[width]} layers of {width} bits' for width in sorted(counts))}), estimated divergence "
+        f"{harm:.4f} nats a token before error feedback"
+    )
+    return {name: bits[name] for name in shapes}
+
+
+def rounded(weight: torch.Tensor, bits: int, layout: Layout, importance: torch.Tensor | None) -> torch.Tensor:
+    """What becomes of a weight (N, K) float32 on the nearest codes; `importance` (K,) is the inputs' mean square."""
+    if importance is not None:
+        importance = importance + 1e-6 * importance.mean() + 1e-30
+    grids = {"symmetric": layout.symmetric, "least_zero": layout.least_zero, "search": True}
+    return round_to_nearest(weight, int(layout.group_size), bits, importance=importance, **grids).dense()
+
+
+def programme(
+    units: list[list[str]], shapes: Mapping[str, tuple[int, int]], scores: Scores, layout: Layout
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Bits of storage and nats a token, by unit of layers that have the same bits and by choice."""
+    sizes = [
+        [sum(size_in_bits(shapes[name], bits, layout) for name in names) for bits in layout.choices] for names in units
+    ]
+    damage = [[sum(scores[name][str(bits)] for name in names) for bits in layout.choices] for names in units]
+    return sizes, damage
+
+
+def memory(job: Job, shapes: Shapes) -> Mapping[str, int]:
+    """Bytes of the estimate's phases."""
+    return peak_bytes(job.recipe.calibration, shapes) if targeted(job.options) else {}
+
+
+BIT_SEARCH = BitSearch(choose_bits, memory)
