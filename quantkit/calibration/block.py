@@ -37,11 +37,9 @@ class Stream:
         return hidden_of(self.states.call(self.index, self.module, sequences, hidden, values))
 
     def finish(self, batches: list[tuple[int, int]], trimmer: MemoryTrimmer) -> None:
-        """Turn the block's inputs into its outputs, where they are not yet."""
-        with torch.no_grad():
-            for start, stop in () if self.done else batches:
-                self.states.write(start, self.call(range(start, stop)))
-                trimmer.trim()
+        if not self.done:
+            with torch.no_grad():
+                self.states.advance(self.index, self.module, batches, after_each=trimmer.trim)
         self.done = True
 
     def storages(self) -> set[int]:
@@ -130,7 +128,6 @@ class Block:
         self.stream.done = keep_outputs
 
     def _watch(self, stack: ExitStack, name: str, see: Callable[[str, torch.Tensor], None]) -> None:
-        """Until the stack closes, hand each input of a layer to `see`."""
         layer = self.linears[name]
         stack.enter_context(layer.register_forward_pre_hook(lambda _module, args: see(name, args[0])))
 

@@ -53,7 +53,6 @@ class Moments:
     _of_all_experts: dict[str, Gram] = field(default_factory=dict)
 
     def empty(self, name: str, exact: bool = False) -> Gram:
-        """Moments of no token yet, of the inputs of a layer."""
         return Gram(self.linears[name].in_features, self.device, exact)
 
     def stride(self, name: str) -> int:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
+from quantkit.calibration.learned_rounding import HeldOut, train
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
-from quantkit.calibration.training import HeldOut, train
 from quantkit.calibration.walk import own_sequences
 from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import Job, Shapes
@@ -49,21 +49,16 @@ class Tuning:
     rate: float = 2e-3
 
 
-def pace(bits: int) -> float:
-    """How many times as far as those of 4 bits scales move in a step: codes lie so much further apart."""
-    return 2.0 ** max(0, 4 - bits)
-
-
 class _Scales:
     """The scales of one layer under training: scale * (1 + stretch), with Adam's two moments; all (N, G) float32."""
 
     def __init__(self, layer: GroupedWeight) -> None:
-        self.scale, self.pace = layer.scales.to(torch.float32), pace(layer.bits)
+        self.scale = layer.scales.to(torch.float32)
+        self.pace = 2.0 ** max(0, 4 - layer.bits)  # so much further apart than codes of 4 bits
         self.stretch, self.first, self.second = (torch.zeros_like(self.scale) for _ in range(3))
         self.best = self.stretch.clone()
 
     def stored(self) -> torch.Tensor:
-        """As the artifact stores them."""
         return stored_scale(self.scale * (1 + self.stretch))
 
     def step(self, gradient: torch.Tensor, rate: float, count: int) -> None:
@@ -99,7 +94,6 @@ class _ScaleStudent:
         self._head = load_head(job.source, job.skeleton, self._passes.device, DTYPE)
 
     def measure(self, sequences: list[int]) -> float:
-        """Mean divergence from the source."""
         hidden = self._inputs.chosen(sequences)
         for index in range(len(self._skeleton.blocks)):
             with self._block(index):
@@ -172,7 +166,6 @@ class _ScaleStudent:
 
 
 def _added(batches: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The sums, in float32, of what batches give."""
     sums: list[torch.Tensor] = []
     for values in batches:
         if not sums:
@@ -218,7 +211,7 @@ def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activation
     """
     path, every = run.folder / "tuning.offload", tokens_of(job).ids
     ids, device = torch.from_numpy(own_sequences(every, len(every), job.shards)[0]), torch.device(job.device)
-    inputs = embed(SourceValues(job.source, job.skeleton), job.skeleton, ids, device, lambda _size: path)
+    inputs = embed(SourceValues(job.source, job.skeleton), job.skeleton, ids, device, path)
     title = f"{job.method.name}: tuning the scales end to end"
     with closing(inputs), run.progress.step(title, tuning.steps) as advance, torch.no_grad():
 

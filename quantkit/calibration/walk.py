@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -63,18 +62,15 @@ def walk(
     ids, exact_count = own_sequences(every, exact_sequences(exact, len(every), every.shape[1], widest), job.shards)
     whole = (len(ids) + exact_count) / len(ids)
     of_text = ids.size * beside_states(skeleton.model.config.get_text_config()).of_text * DTYPE.itemsize
-    held = 0
-
-    def offload(size: int) -> Path | None:
-        nonlocal held
-        held = int(size * whole - of_text * (whole - 1))  # what depends on the text is the same in both streams
-        return run.folder / "activations.offload" if held > job.offload_bytes else None
-
-    inputs = embed(SourceValues(source, skeleton), skeleton, torch.from_numpy(ids), device, offload)
+    # Both streams count, but what depends on the text is the same in both.
+    twice = of_text * (whole - 1)
+    path = run.folder / "activations.offload"
+    values = SourceValues(source, skeleton)
+    inputs = embed(values, skeleton, torch.from_numpy(ids), device, path, (job.offload_bytes + twice) / whole)
     trim_heap()
-    room = job.offload_bytes - (held if inputs.path is None else 0)
-    exact_path = None if inputs.path is None else run.folder / "exact.offload"
-    exact_inputs = inputs.like(exact_path, range(exact_count))
+    in_memory = inputs.path is None
+    room = job.offload_bytes - (int(inputs.held_bytes * whole - twice) if in_memory else 0)
+    exact_inputs = inputs.like(None if in_memory else run.folder / "exact.offload", range(exact_count))
     for start in range(exact_count):
         exact_inputs.write(start, inputs.read(start, start + 1))
     note_few = _few_tokens_noter(run.findings, skeleton)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from quantkit.calibration.sensitivity import Scores, kept_sensitivities, peak_bytes, work_bytes
+from quantkit.calibration.sensitivity import kept_sensitivities, peak_bytes, work_bytes
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import BitSearch, Job, Shapes
 from quantkit.contracts.run import Checked, Run
@@ -85,11 +85,7 @@ def targeted(options: BitsByLayer) -> bool:
 
 def base_bits(job: Job) -> int:
     """The bits that are asked for; where layers' bits are chosen, the most that they may get."""
-    return max(_choices(job)) if job.bits == AUTO else int(job.bits)
-
-
-def _choices(job: Job) -> tuple[int, ...]:
-    return tuple(sorted(set(job.options.target_bits or WIDTHS)))
+    return max(job.options.target_bits or WIDTHS) if job.bits == AUTO else int(job.bits)
 
 
 def module_of(name: str) -> str:
@@ -112,11 +108,11 @@ def check_bits(job: Job, layout: Layout) -> Checked:
         )
     if options.layer_bits:
         bits = _given(job, options.layer_bits)
-        refuse_parted(job, bits)
+        _refuse_parted(job, bits)
         return job.check_layout(with_bits(job, layout, bits))
     if target is None:
         return job.check_layout(layout)
-    checked = job.check_layout(replace(layout, choices=_choices(job)))
+    checked = job.check_layout(replace(layout, choices=tuple(sorted(set(options.target_bits or WIDTHS)))))
     hidden = int(job.skeleton.model.get_input_embeddings().embedding_dim)
     flows = work_bytes(job.recipe.calibration, len(job.skeleton.blocks), hidden)
     return replace(checked, nbytes=checked.nbytes - _refuse_far(job, checked.plan) + flows)
@@ -143,7 +139,7 @@ def _given(job: Job, patterns: Mapping[str, int]) -> dict[str, int]:
     return bits
 
 
-def refuse_parted(job: Job, bits: Mapping[str, int]) -> None:
+def _refuse_parted(job: Job, bits: Mapping[str, int]) -> None:
     """Raise RecipeError where layers that engines join have other bits than each other."""
     for names in layers_of_one_input(job.skeleton, job.source.config):
         first = names[0]
@@ -214,11 +210,18 @@ def _searched(job: Job, run: Run) -> dict[str, int]:
     maker = f"codes {VERSION}, groups of {layout.group_size}, {layout.symmetric}, {layout.least_zero}"
 
     def changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-        return rounded(weight, int(kind), layout, importance)
+        if importance is not None:
+            importance = importance + 1e-6 * importance.mean() + 1e-30
+        how = {"symmetric": layout.symmetric, "least_zero": layout.least_zero, "search": True, "importance": importance}
+        return round_to_nearest(weight, int(layout.group_size), int(kind), **how).dense()
 
     scores = kept_sensitivities(job, run, dict.fromkeys(shapes, kinds), changed, maker, TRIED_ROWS)
     units = layers_of_one_input(job.skeleton, job.source.config)
-    sizes, damage = programme(units, shapes, scores, layout)
+    # Bits of storage and nats a token, by unit of layers that have the same bits and by choice.
+    sizes = [
+        [sum(size_in_bits(shapes[name], bits, layout) for name in unit) for bits in layout.choices] for unit in units
+    ]
+    damage = [[sum(scores[name][kind] for name in unit) for kind in kinds] for unit in units]
     asked, weights = job.options.target_bpw, sum(rows * columns for rows, columns in shapes.values())
     try:
         if asked is not None:
@@ -243,28 +246,8 @@ def _searched(job: Job, run: Run) -> dict[str, int]:
     return {name: bits[name] for name in shapes}
 
 
-def rounded(weight: torch.Tensor, bits: int, layout: Layout, importance: torch.Tensor | None) -> torch.Tensor:
-    """What becomes of a weight (N, K) float32 on the nearest codes; `importance` (K,) is the inputs' mean square."""
-    if importance is not None:
-        importance = importance + 1e-6 * importance.mean() + 1e-30
-    grids = {"symmetric": layout.symmetric, "least_zero": layout.least_zero, "search": True}
-    return round_to_nearest(weight, int(layout.group_size), bits, importance=importance, **grids).dense()
-
-
-def programme(
-    units: list[list[str]], shapes: Mapping[str, tuple[int, int]], scores: Scores, layout: Layout
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Bits of storage and nats a token, by unit of layers that have the same bits and by choice."""
-    sizes = [
-        [sum(size_in_bits(shapes[name], bits, layout) for name in names) for bits in layout.choices] for names in units
-    ]
-    damage = [[sum(scores[name][str(bits)] for name in names) for bits in layout.choices] for names in units]
-    return sizes, damage
-
-
-def memory(job: Job, shapes: Shapes) -> Mapping[str, int]:
-    """Bytes of the estimate's phases."""
+def _memory(job: Job, shapes: Shapes) -> Mapping[str, int]:
     return peak_bytes(job.recipe.calibration, shapes) if targeted(job.options) else {}
 
 
-BIT_SEARCH = BitSearch(choose_bits, memory)
+BIT_SEARCH = BitSearch(choose_bits, _memory)

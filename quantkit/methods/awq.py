@@ -38,7 +38,7 @@ from quantkit.numerics.grid import Grid, round_to_grid, round_to_nearest
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import product_in, quick
 from quantkit.numerics.scale_refit import PartedHessian, Refit, RoundedLayer
-from quantkit.system.ranks import Shards
+from quantkit.system.ranks import ALONE, Shards
 
 BITS = 4
 PANEL = 512  # columns of one product of a trial's loss
@@ -64,7 +64,6 @@ class Options(Learned, GroupedOptions):
 
     @property
     def feedback(self) -> FeedbackSettings | None:
-        """What rounding with error feedback goes by, where that is asked for."""
         if self.rounding != "gptq":
             return None
         return replace(FEEDBACK, sym=self.sym, scale_search=self.apply_clip, refit=self.refit, rounds=self.rounds)
@@ -121,7 +120,7 @@ def search_scale(
     rounding: PlainRounding,
     points: int,
     heads: tuple[int, int],
-    shards: Shards = Shards(),  # noqa: B008
+    shards: Shards = ALONE,
 ) -> torch.Tensor:
     """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after `rounding`.
 
@@ -156,7 +155,6 @@ def search_scale(
     errors: dict[tuple[bool, int], float] = {}
 
     def best_of(kinds: tuple[bool, ...], exponents: Iterable[int]) -> tuple[bool, int]:
-        """The best trial of all so far and of these."""
         more = [(kind, a) for a in exponents for kind in kinds if (kind, a) not in errors]
         found = torch.zeros(len(more), dtype=torch.float64, device=rms.device)
         for number in range(shards.rank, len(more), shards.size):
@@ -244,14 +242,10 @@ def _searched_sequences(job: Job, block: Block) -> int | None:
 
 def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
     """The Hessian of layers that share their scale: experts weigh by the tokens that they saw."""
-    first, *others = hessians
-    if not others:
-        return hessians[first]
+    if len(hessians) == 1:
+        return next(iter(hessians.values()))
     total = sum(tokens[name] for name in hessians)
-    mean = hessians[first] * (tokens[first] / total)
-    for name in others:
-        mean += hessians[name] * (tokens[name] / total)
-    return mean
+    return sum((hessian * (tokens[name] / total) for name, hessian in hessians.items()), start=torch.zeros(()))
 
 
 def _scale_block(
@@ -270,7 +264,9 @@ def _scale_block(
         mean = _mean_hessian(seen, block.moments.tokens)
         # With error feedback, columns that are still to come take over most of a column's error, and the moments are
         # not needed any more.
-        costs = mean if options.feedback is None else Feedback(mean).costs
+        costs = mean
+        if options.feedback is not None:
+            costs = Feedback(mean, shrinkage=FEEDBACK.shrinkage, damp_percent=FEEDBACK.damp_percent).costs
         rounding = PlainRounding(plan.group_size, options.sym, plan.bits_of(names[0]), clip=options.apply_clip)
         weights = [values[name] for name in names]
         scale = search_scale(weights, costs, rounding, options.n_grid, heads, job.shards)
@@ -288,7 +284,7 @@ def _quantize_group(
     bits = plan.bits_of(group.names[0])  # those of all that share their inputs
     if options.feedback is not None:
         rows = sum(len(values[name]) for name in group.names)
-        solver = Solver(group, bits, plan.group_size, options.feedback, rows, job.shards.by_rows)
+        solver = Solver(group, bits, plan.group_size, options.feedback, rows, job.shards)
         sizes = {name: values[name].numel() for name in group.names}
         layers |= quantize_each(in_shares(solver.quantize, job.shards), sizes, values.pop, block.device)
     else:
@@ -305,7 +301,6 @@ def _quantize_group(
 
 
 def _write(job: Job, run: Run) -> None:
-    """Scale and quantize block by block."""
     options: Options = job.options
     scalings = provable_scalings(job.skeleton, job.source.config)
     with job.open_writer(run, job.checked.plan) as writer:

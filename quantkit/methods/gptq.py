@@ -29,14 +29,14 @@ from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
 from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
 from quantkit.methods._targets import AUTO
 from quantkit.models.skeleton import load
-from quantkit.numerics.error_feedback import ByRows, Feedback, FeedbackSettings, RoundingErrors, round_columns
+from quantkit.numerics.error_feedback import Feedback, FeedbackSettings, RoundingErrors, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import elements_together, rows_together
 from quantkit.numerics.scale_refit import PartedHessian, Refit, RoundedLayer
 from quantkit.numerics.scaled_rounding import Float4, float4_with_feedback
 from quantkit.numerics.scaled_weight import ScaledWeight
-from quantkit.system.ranks import Shards
+from quantkit.system.ranks import ALONE, Shards
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
@@ -72,7 +72,6 @@ class Options(Learned, GroupedOptions):
 
     @property
     def feedback(self) -> FeedbackSettings:
-        """What rounding with error feedback goes by."""
         return FeedbackSettings(**{field.name: getattr(self, field.name) for field in fields(FeedbackSettings)})
 
 
@@ -80,8 +79,7 @@ class Solver:
     """Quantizes weights of linear layers that get the same input, whose moments (K, K) are taken over and changed.
 
     `group_size` is in columns, or -1 for the whole row. With the cross moment the outputs come near those of the exact
-    inputs, so that errors of earlier layers are made good. `rows` is how many the weights have together, `by_rows`
-    that of `Feedback`.
+    inputs, so that errors of earlier layers are made good. `rows` is how many the weights have together.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class Solver:
         group_size: int,
         settings: FeedbackSettings,
         rows: int | None = None,
-        by_rows: ByRows | None = None,
+        shards: Shards = ALONE,
     ) -> None:
         columns = len(group.hessian)
         self.bits, self.settings = bits, settings
@@ -103,7 +101,7 @@ class Solver:
             by_importance=settings.desc_act or (settings.static_groups and self.group < columns),
             shrinkage=settings.shrinkage,
             damp_percent=settings.damp_percent,
-            by_rows=by_rows,
+            by_rows=shards.by_rows,
             rows=rows,
         )
         self.natural = torch.arange(columns, device=group.hessian.device)
@@ -307,7 +305,7 @@ def _quantize_group(
     if float4 is None:
         layout: Layout = job.checked.plan
         bits = layout.bits_of(group.names[0])  # those of all that share their inputs
-        solver = Solver(group, bits, int(layout.group_size), options.feedback, rows, job.shards.by_rows)
+        solver = Solver(group, bits, int(layout.group_size), options.feedback, rows, job.shards)
         quantize = in_shares(solver.quantize, job.shards)
     else:
         moments = Feedback(

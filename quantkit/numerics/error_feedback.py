@@ -53,8 +53,11 @@ def feedback_factor(
     raise SourceError("the inputs of a layer are not finite on the calibration text; the model overflows")
 
 
-# Calls a function (n, K) -> (n, K) that takes each row by itself for all rows of a tensor; processes may share them.
 ByRows = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+def _at_once(function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    return function(values)
 
 
 @dataclass(frozen=True)
@@ -80,24 +83,8 @@ class FeedbackSettings:
     desc_act: bool = False
 
 
-def correction(
-    cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor, by_rows: ByRows | None = None
-) -> torch.Tensor:
-    """The D (K, K) float32, put in place of `cross`: W + W D on the inputs x comes nearest to W on the exact ones.
-
-    min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1 with the `cross` moment C = E[(exact - x) x^T] and the
-    damped H = R R^T of `factor` in that order. Rounding W' against H is GPTAQ's asymmetric calibration (Li et al.,
-    arXiv:2504.02692) solved for all columns at once.
-    """
-    divided = partial(_divided, order, factor)
-    return cross.copy_(divided(cross) if by_rows is None else by_rows(divided, cross))
-
-
 def _divided(order: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Rows (n, K) times H^-1: of the cross moment they become the same rows of D.
-
-    H^-1 = R^-T R^-1: one triangular system after the other, in the `order` of the factor.
-    """
+    """Rows (n, K) times H^-1 = R^-T R^-1: one triangular system after the other, in the `order` of the factor."""
     solved = part.index_select(1, order).T
     solved = _solved(factor.T, _solved(factor, solved, upper=True), upper=False)
     return solved.T.index_select(1, torch.argsort(order))
@@ -126,13 +113,16 @@ class Feedback:
 
     `importance` (K,) is the diagonal of H, `order` (K,) int64 the order of rounding, most important first where that is
     asked for, `factor` that of `feedback_factor`. `costs` (K,) is its squared diagonal: what the square of a column's
-    own rounding error adds to the outputs' error, since the columns after it take over the rest. `hessian` is H shrunk
-    and damped. With `cross` = E[(exact - x) x^T] `target` moves a weight so that its outputs come near those of the
-    exact inputs; `paired` is E[x x^T] over the inputs of `cross`, where those are not all. All moments are (K, K)
-    float32, taken over and changed.
-    `shrinkage` is the share of each diagonal entry that is added to it; `by_rows` is there where several processes do
-    this together. Where `rows` of weights are to come, and they are fewer than the columns, each is moved by itself,
-    which takes fewer products than what moves all (but with `paired` more memory, so not there).
+    own rounding error adds to the outputs' error, since the columns after it take over the rest. `hessian` is H with
+    `shrinkage` of each diagonal entry and `damp_percent` of their mean added. All moments are (K, K) float32, taken
+    over and changed.
+
+    With `cross` C = E[(exact - x) x^T], `target` moves a weight W so that its outputs come near those of the exact
+    inputs: min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1, where H is `paired`, the E[x x^T] over the inputs
+    of C, if those are not all. Rounding W' is GPTAQ's asymmetric calibration (Li et al., arXiv:2504.02692) solved for
+    all columns at once. `correction` (K, K) is C H^-1. Where fewer `rows` of weights than columns are to come, each
+    is moved by itself, which takes fewer products (but with `paired` more memory, so not there). `by_rows` calls a
+    function of rows (n, K), each taken by itself, for all rows of a tensor: several processes share them.
     """
 
     def __init__(
@@ -144,7 +134,7 @@ class Feedback:
         by_importance: bool = True,
         shrinkage: float = 0.5,
         damp_percent: float = 0.01,
-        by_rows: ByRows | None = None,
+        by_rows: ByRows = _at_once,
         rows: int | None = None,
     ) -> None:
         self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
@@ -155,7 +145,7 @@ class Feedback:
         if cross is not None and paired is not None:
             torch.diagonal(paired).mul_(1 + shrinkage)
             paired = feedback_factor(paired, self.order, damp_percent, paired)
-            self.correction = correction(cross, self.order, paired, by_rows)
+            self.correction = cross.copy_(by_rows(partial(_divided, self.order, paired), cross))
         self.factor = feedback_factor(hessian, self.order, damp_percent)
         self.costs = torch.empty_like(self.importance)
         self.costs[self.order] = torch.diagonal(self.factor).square()
@@ -163,7 +153,7 @@ class Feedback:
             if rows is not None and rows < len(hessian):
                 self._cross = cross
             else:
-                self.correction = correction(cross, self.order, self.factor, by_rows)
+                self.correction = cross.copy_(by_rows(partial(_divided, self.order, self.factor), cross))
         torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
         self.hessian = hessian
         self._damp_percent = damp_percent

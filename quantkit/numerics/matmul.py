@@ -8,13 +8,13 @@ float32, and rounded once: what the units do elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 LINEAR = nn.functional.linear
 FEW_ROWS = 4  # that many and less are multiplied as they are: to widen the weight would take longer
@@ -126,26 +126,27 @@ class Linear(nn.Linear):
     """A linear layer by way of `product`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., K) -> (..., N)."""
         return product(x, self.weight, self.bias)
 
 
 def use_products(model: nn.Module) -> None:
-    """Let the linear layers of `model` be of the class `Linear`, in place."""
+    """Let the linear layers of `model` be of the class `Linear`, in place.
+
+    Other layers in their place would be missed by code that has a second name for one: a skeleton of GPT-NeoX has its
+    output layer by the checkpoint's name and by that of transformers.
+    """
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
 
 
-@contextmanager
-def products_everywhere() -> Iterator[None]:
-    """Let linear layers of any class, in models that are not quantkit's to change, multiply by way of `product`."""
-    plain = nn.functional.linear
-    nn.functional.linear = lambda input, weight, bias=None: product(input, weight, bias)
-    try:
-        yield
-    finally:
-        nn.functional.linear = plain
+class products_everywhere(TorchFunctionMode):  # noqa: N801 - it is called like a function
+    """While it lasts, linear layers of any class, in models that are not quantkit's to change, call `product`."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (product if function is LINEAR else function)(*args, **(kwargs or {}))
 
 
 def elements_together(elements: int, device: torch.device) -> int:

@@ -54,7 +54,6 @@ class PartedHessian:
             rest.copy_(rows - (part * self._sizes) @ self._vectors.T)
 
     def before(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n, K) float32 times H."""
         return product_in(values, self._rest).addmm_(values @ self._vectors * self._sizes, self._vectors.T)
 
     def normal_equations(self, values: torch.Tensor, units: int) -> torch.Tensor:
@@ -117,7 +116,6 @@ class Refit:
         return layer
 
     def _beside(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n, K) with each group's columns side by side."""
         return values if self._order is None else values.index_select(1, self._order)
 
     def _rows(

@@ -206,28 +206,17 @@ class Float4:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
         return FLOAT4_GROUPS[self.kind]
 
     def fit(self, weight: torch.Tensor, *, search: bool, importance: torch.Tensor | None = None) -> torch.Tensor:
         """Scales (N, K / group) float32, as they are stored, for (N, K) float32 and `importance` (K,)."""
-        nvidia = self.kind == "nvfp4"
-        store = stored_float8(self.divisor) if nvidia else stored_power
-        if importance is not None:
-            importance = importance.view(-1, self.group)
-        slabs = weight.split(rows_together(weight, SLAB_ELEMENTS))
-        return torch.cat(
-            [
-                fit_scales(
-                    slab.view(len(slab), -1, self.group),
-                    NVFP4 if nvidia else MXFP4,
-                    store,
-                    search=search,
-                    importance=importance,
-                )
-                for slab in slabs
-            ]
-        )
+        points, store = (NVFP4, stored_float8(self.divisor)) if self.kind == "nvfp4" else (MXFP4, stored_power)
+        weights = None if importance is None else importance.view(-1, self.group)
+        parts = [
+            fit_scales(slab.view(len(slab), -1, self.group), points, store, search=search, importance=weights)
+            for slab in weight.split(rows_together(weight, SLAB_ELEMENTS))
+        ]
+        return torch.cat(parts)
 
     def weight(self, half_steps: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
         """The layer of half steps (N, K), whole numbers from -12 to 12, and scales as `fit` gives them."""
@@ -242,7 +231,6 @@ class Float4:
         return ScaledWeight(codes, stored, (1, self.group))
 
     def round(self, weight: torch.Tensor, *, search: bool = False) -> ScaledWeight:
-        """(N, K) float32, each value to the nearest point."""
         scales = self.fit(weight, search=search)
         wide = scales.repeat_interleave(self.group, 1)
         return self.weight(nearest_half_steps(2 * weight / wide), scales)

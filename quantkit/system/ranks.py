@@ -96,10 +96,13 @@ class Shards:
         return values[0]
 
 
+ALONE = Shards()
+
+
 class _Joined:
     """What this process has joined: its place, and the store that outlives a rank."""
 
-    shards = Shards()
+    shards = ALONE
     store: Any = None
 
 
@@ -111,7 +114,7 @@ def joined_shards() -> Shards:
 def told() -> Shards:
     """The place that torchrun's environment gives, joined or not; raises RecipeError for one that cannot be."""
     if any(not os.environ.get(name) for name in NEEDED):
-        return Shards()
+        return ALONE
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -169,7 +172,7 @@ def joined(device: str = "cpu") -> Iterator[Shards]:
     # After an error the process ends, and with it the group: until then others have to know it.
     there.sum(torch.zeros(1))
     dist.destroy_process_group()
-    _Joined.shards, _Joined.store = Shards(), None
+    _Joined.shards, _Joined.store = ALONE, None
 
 
 def tells(error: BaseException) -> bool:

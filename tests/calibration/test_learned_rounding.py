@@ -7,9 +7,8 @@ from tiny_llama import SEQUENCES, calibration_ids, job_for, plain_model
 
 from quantkit.calibration import scale_tuning as module
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.learned_rounding import Training, _Latent, refine
+from quantkit.calibration.learned_rounding import HeldOut, Training, _Latent, refine, train
 from quantkit.calibration.scale_tuning import Tuning, tune
-from quantkit.calibration.training import HeldOut, train
 from quantkit.calibration.walk import walk
 from quantkit.errors import RecipeError
 from quantkit.methods.gptq import METHOD as GPTQ

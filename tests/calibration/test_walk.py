@@ -1,5 +1,4 @@
 import itertools
-from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,6 @@ from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.sensitivity import sensitivities
 from quantkit.calibration.walk import batch_size, measure_importance, walk
 from quantkit.errors import SourceError
-from quantkit.models.stand_in import StopForward
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
 ROUNDING = 2**-8
@@ -159,30 +157,18 @@ def test_a_model_is_unusable_where_zeros_would_be_nearer(tiny_llama, factor, fin
 
 
 def repeated(block, visitor):
-    """`for_each_group` by running the blocks from their inputs up to each group, every time anew."""
-
-    def arrived(stream, name, sequences):
-        seen = []
-
-        def stop(_module, args):
-            seen.append(args[0])
-            raise StopForward
-
-        layer = stream.module.get_submodule(name.removeprefix(block.prefix).removesuffix(".weight"))
-        handle = layer.register_forward_pre_hook(stop)
-        with suppress(StopForward):
-            stream.call(sequences)
-        handle.remove()
-        return SimpleNamespace(at=0 if seen else 1, x=seen[0] if seen else None)
-
+    """`for_each_group` by running the blocks from their inputs for each group, every time anew."""
+    streams = [block.stream] if block.exact is None else [block.stream, block.exact]
     with torch.no_grad():
         for names in block.groups():
-            gram = block.moments.empty(names[0], block.exact is not None)
+            gram = block.moments.empty(names[0], len(streams) > 1)
             for start, stop in block.batches():
-                both = block.exact is not None and stop <= len(block.exact.states)
-                streams = [block.stream, block.exact] if both else [block.stream]
-                batch, exact, *_ = [*(arrived(each, names[0], range(start, stop)) for each in streams), None]
-                block._add(gram, names[0], batch, exact, 0)
+                seen = []
+                for stream in streams:
+                    layer = stream.module.get_submodule(names[0].removeprefix(block.prefix).removesuffix(".weight"))
+                    with layer.register_forward_pre_hook(lambda _, args, to=seen: to.append(args[0])):
+                        stream.call(range(start, stop)) if stop <= len(stream.states) else None
+                block._add(gram, names[0], *([SimpleNamespace(at=0, x=x) for x in seen] + [None])[:2], 0)
             visitor(block.moments.group(names, gram, block.collect))
         block.stream.finish(block.batches(), block.trimmer)
 

@@ -22,7 +22,7 @@ from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.errors import SourceError
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.source import Source
-from quantkit.numerics.low_rank import merge_embedding, merge_linear
+from quantkit.numerics.low_rank import merge_linear
 from quantkit.untrusted import shown
 
 OTHER_BASE = "Give the base model that the adapter was made for."
@@ -50,9 +50,7 @@ class Change:
             return value + self._read(update.bias) * update.scale
         a, b = self._read(update.a), self._read(update.b)
         magnitude = None if update.magnitude is None else self._read(update.magnitude)
-        if update.table:
-            return merge_embedding(value, a, b, update.scale, magnitude)
-        return merge_linear(value, a, b, update.scale, magnitude, self.transposed)
+        return merge_linear(value, a, b, update.scale, magnitude, bool(update.table) or self.transposed)
 
     def _read(self, info: TensorInfo) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(self.adapter.values(info)))

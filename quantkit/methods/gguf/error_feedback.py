@@ -14,7 +14,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from quantkit.calibration.block import Block, LinearGroup
+from quantkit.calibration.block import Block
+from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.walk import walk
 from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.method import Job
