@@ -1,25 +1,223 @@
-"""The hidden states between two blocks for all tokens that go through them, in memory or in a file."""
+"""What flows from decoder block to decoder block, in memory or in files without names, and what blocks are called with.
+
+`Activations` are the hidden states. Some blocks hand tensors to later ones beside them, such as keys and values that
+several blocks use: transformers gives all blocks one mapping, into which some put tensors and from which others take
+them. Here each call of a block gets a `Shelf` in its place, which writes into stores of all sequences and reads from
+them. The other arguments of blocks are recorded once (`Calls`), and given again for any sequences. Most are the same
+for every text of one length and are kept as they were recorded for one sequence. Tensors that depend on the text, such
+as embeddings for each block, are kept for all sequences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from quantkit.calibration.flow.shared import Shared
-from quantkit.calibration.flow.store import Store
+from quantkit.errors import UnsupportedError
+from quantkit.models.architectures import block_of, running
+from quantkit.models.stand_in import Arguments, Recorder, is_shelf
 
 DTYPE = torch.bfloat16
+Output = torch.Tensor | tuple[torch.Tensor, ...]  # of a block, as it returns it
+Spot = tuple[Any, ...]  # a block's number, the name of its argument, and numbers in tuples
+Key = tuple[str, Hashable]  # which of the blocks' arguments, and the key in it
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Store:
+    """A tensor of the shape `each` for every one of S sequences, in memory or in the file `path`.
+
+    In one tensor of several sequences, these are the axis `axis`.
+    """
+
+    def __init__(
+        self, sequences: int, each: tuple[int, ...], dtype: torch.dtype, path: Path | None = None, axis: int = 0
+    ) -> None:
+        self.dtype, self.path = dtype, path
+        self._count, self._each, self._axis = sequences, each, axis
+        self._item_bytes = math.prod(each) * dtype.itemsize
+        self._file = None if path is None else unlinked(path)
+        self.values = torch.empty(sequences if path is None else 0, *each, dtype=dtype)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        stop = self._count if stop is None else min(stop, self._count)
+        if self._file is None:
+            values = self.values[start:stop]
+        else:
+            values = torch.empty(stop - start, *self._each, dtype=self.dtype)
+            transfer(self._file, "readinto", start * self._item_bytes, values)
+        return values.movedim(0, self._axis).contiguous() if self._axis else values
+
+    def select(self, sequences: Sequence[int]) -> torch.Tensor:
+        if isinstance(sequences, range) and sequences.step == 1:
+            return self.read(sequences.start, sequences.stop)
+        return torch.cat([self.read(number, number + 1) for number in sequences], self._axis)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        values = values.detach().movedim(self._axis, 0).to("cpu", self.dtype).contiguous()
+        if self._file is None:
+            self.values[start : start + len(values)] = values
+        else:
+            transfer(self._file, "write", start * self._item_bytes, values)
+
+    def put(self, sequences: Sequence[int], values: torch.Tensor) -> None:
+        if isinstance(sequences, range) and sequences.step == 1:
+            self.write(sequences.start, values)
+            return
+        for number, value in zip(sequences, values.split(1, self._axis), strict=True):
+            self.write(number, value)
+
+
+def unlinked(path: Path) -> FileIO:
+    """Open a new file without a name: it lives until it is closed, and a kill leaves nothing behind."""
+    file = FileIO(path, "w+")
+    path.unlink()
+    return file
+
+
+def transfer(file: FileIO, action: Literal["readinto", "write"], place: int, data: torch.Tensor) -> None:
+    """Read a contiguous tensor of the processor's memory from `place` of the file, or write it there."""
+    # Not through numpy, which would fix the size of the tensor's storage for good.
+    view = memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
+    file.seek(place)
+    done = 0
+    while done < len(view):
+        moved = getattr(file, action)(view[done:])
+        if not moved:
+            raise OSError("activations that were put into a file could not be read back")
+        done += moved
+
+
+class Shared:
+    """What blocks hand to later ones for S sequences, in memory or in files at `path`.
+
+    What a block puts is seen by the blocks after it, and by itself in the same call: it may run again and again.
+    """
+
+    def __init__(self, sequences: int, path: Path | None) -> None:
+        self._count, self._path = sequences, path
+        self._earlier: dict[Key, tuple[Store, ...]] = {}
+        self._made: dict[Key, tuple[Store, ...]] = {}
+
+    def next_block(self) -> None:
+        for key in self._made.keys() & self._earlier.keys():
+            for store in self._earlier[key]:
+                store.close()
+        self._earlier |= self._made
+        self._made = {}
+
+    def keys(self, argument: str) -> list[Key]:
+        """What earlier blocks have put into one of the blocks' arguments."""
+        return [key for key in self._earlier if key[0] == argument]
+
+    def stores(self) -> list[Store]:
+        return [store for stores in self._earlier.values() for store in stores]
+
+    def read(self, key: Key, sequences: Sequence[int], own: bool = False) -> Tensors:
+        return tuple(store.select(sequences) for store in (self._made if own else self._earlier)[key])
+
+    def write(self, key: Key, sequences: Sequence[int], values: Tensors) -> None:
+        """What a block puts for some sequences; raises UnsupportedError where it is not one tensor for each of them."""
+        each = isinstance(values, tuple) and all(isinstance(v, torch.Tensor) and v.ndim > 1 for v in values)
+        if not each or any(len(value) != len(sequences) for value in values):
+            raise UnsupportedError(
+                "the blocks of this architecture hand on something else than tensors of each sequence, so they cannot "
+                "be computed one by one"
+            )
+        if key not in self._made:
+            self._made[key] = tuple(Store(self._count, (*v.shape[1:],), v.dtype, self._path) for v in values)
+        for store, value in zip(self._made[key], values, strict=True):
+            store.put(sequences, value)
+
+    def add(self, key: Key, sequences: Sequence[int], values: Tensors) -> None:
+        """Add to what is stored in float32 for some sequences, zeros at first."""
+        if key not in self._earlier:
+            stores = tuple(Store(self._count, (*v.shape[1:],), torch.float32, self._path) for v in values)
+            for store, value in zip(stores, values, strict=True):
+                for number in range(self._count):
+                    store.write(number, torch.zeros(1, *value.shape[1:]))
+            self._earlier[key] = stores
+        for store, value in zip(self._earlier[key], values, strict=True):
+            store.put(sequences, store.select(sequences) + value.to("cpu", torch.float32))
+
+    def close(self) -> None:
+        for stores in (*self._earlier.values(), *self._made.values()):
+            for store in stores:
+                store.close()
+
+
+@dataclass
+class Traced:
+    """What one call of a block takes from others, as leaves of its graph, and what it puts, with its graph."""
+
+    taken: dict[Key, Tensors] = field(default_factory=dict)
+    made: dict[Key, Tensors] = field(default_factory=dict)
+
+
+class Shelf(MutableMapping[Hashable, Tensors]):
+    """The mapping that all blocks share, their argument `argument`, in one call of a block for some sequences.
+
+    With `traced`, tensors have a graph and what the block puts is not stored.
+    """
+
+    def __init__(
+        self, shared: Shared, argument: str, sequences: Sequence[int], device: torch.device, traced: Traced | None
+    ) -> None:
+        self._shared, self._argument, self._sequences, self._device = shared, argument, sequences, device
+        self._traced = traced
+        self._own: set[Hashable] = set()
+
+    def __getitem__(self, key: Hashable) -> Tensors:
+        if key not in set(self):
+            raise KeyError(key)
+        place, own, traced = (self._argument, key), key in self._own, self._traced
+        if traced is not None and own:
+            return traced.made[place]
+        if traced is not None and place in traced.taken:
+            return traced.taken[place]
+        values = tuple(value.to(self._device) for value in self._shared.read(place, self._sequences, own))
+        if traced is not None:
+            traced.taken[place] = values = tuple(value.clone().requires_grad_() for value in values)
+        return values
+
+    def __setitem__(self, key: Hashable, value: Tensors) -> None:
+        self._own.add(key)
+        if self._traced is None:
+            self._shared.write((self._argument, key), self._sequences, value)
+        else:
+            self._traced.made[self._argument, key] = value
+
+    def __delitem__(self, key: Hashable) -> None:
+        raise UnsupportedError("the blocks of this architecture take back what others shared, which is not kept")
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._own | {key for _, key in self._shared.keys(self._argument)})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 class Activations(Store):
-    """Hidden states (S, T, D) of S sequences of T tokens; with `path` they lie in that file, not in memory.
+    """Hidden states (S, T, D) of S sequences of T tokens, in memory or in a file, and the `arguments` of each block.
 
-    Where a token has `states` of them side by side, those of n sequences are (states, n, T, D). `shared` is what blocks
-    hand to later ones beside them, `numbers` says which of the recorded sequences these are; what was recorded of each
-    sequence's text goes with `owned`.
+    Where a token has several `states` side by side, those of n sequences are (states, n, T, D). `shared` is what blocks
+    hand to later ones. `numbers` are those of the recorded sequences, `of_text` what was recorded of each text,
+    `settings` transformers' configuration, for messages, and `held_bytes` what all of it takes in memory.
     """
 
     def __init__(
@@ -30,33 +228,32 @@ class Activations(Store):
         path: Path | None = None,
         dtype: torch.dtype = DTYPE,
         states: int = 0,
-        numbers: Sequence[int] | None = None,
     ) -> None:
-        self.shape = (sequences, length, hidden)
-        self.states = states
+        self.shape, self.states = (sequences, length, hidden), states
         super().__init__(sequences, (*([states] if states else []), length, hidden), dtype, path, 1 if states else 0)
         self.shared = Shared(sequences, path)
-        self.numbers = range(sequences) if numbers is None else numbers
-        self.owned: list[Store] = []
+        self.numbers: Sequence[int] = range(sequences)
+        self.arguments: list[Arguments] = []
+        self.of_text: dict[Spot, Store] = {}
+        self.settings: Any = None
+        self.held_bytes = 0
 
     def close(self) -> None:
-        """Let go of the files, which are gone then."""
-        for store in self.owned:
+        for store in self.of_text.values():
             store.close()
         self.shared.close()
         super().close()
 
-    def like(self, path: Path | None = None, sequences: int | None = None) -> Activations:
-        """New ones of the same shape, for the same sequences or for the first ones."""
-        count, length, hidden = self.shape
-        count = count if sequences is None else sequences
-        return Activations(count, length, hidden, path, self.dtype, self.states, self.numbers[:count])
+    def like(self, path: Path | None = None, numbers: Sequence[int] | None = None) -> Activations:
+        """New ones of the same shape and arguments, for the same sequences or for others of the recorded ones."""
+        numbers = self.numbers if numbers is None else numbers
+        new = Activations(len(numbers), *self.shape[1:], path, self.dtype, self.states)
+        new.numbers, new.arguments, new.settings = numbers, self.arguments, self.settings
+        return new
 
     def chosen(self, sequences: Sequence[int]) -> Activations:
         """A copy of some sequences, in memory, before any block has run on it."""
-        _, length, hidden = self.shape
-        numbers = [self.numbers[sequence] for sequence in sequences]
-        copy = Activations(len(sequences), length, hidden, None, self.dtype, self.states, numbers)
+        copy = self.like(numbers=[self.numbers[sequence] for sequence in sequences])
         copy.write(0, self.select(sequences))
         return copy
 
@@ -64,3 +261,158 @@ class Activations(Store):
         """Return (start, stop) of batches of whole sequences: at most `tokens` or one sequence, none across `edge`."""
         step = max(1, tokens // self.shape[1])
         return list(pairwise([*range(0, edge, step), *range(edge, len(self), step), len(self)]))
+
+    def call(
+        self,
+        index: int,
+        block: torch.nn.Module,
+        sequences: Sequence[int],
+        hidden: torch.Tensor,
+        values: dict[str, torch.Tensor] | None = None,
+        traced: Traced | None = None,
+    ) -> Output:
+        """What block `index` makes of the states `hidden` (B, T, D) of some sequences, on the block's device.
+
+        `values` are other values of its parameters; `traced` is that of a shelf.
+        """
+        # No function in here that calls itself: it would hold `hidden` until the garbage collector comes by.
+        args, kwargs = self.arguments[index]
+        given = [self._given(value, "", sequences, hidden.device, traced) for value in args]
+        named = {key: self._given(value, key, sequences, hidden.device, traced) for key, value in kwargs.items()}
+        with running(self.settings, block_of(index, block)):
+            out: Output = (
+                block(hidden, *given, **named)
+                if values is None
+                else torch.func.functional_call(block, values, (hidden, *given), named)
+            )
+            return out
+
+    def advance(
+        self,
+        index: int,
+        block: torch.nn.Module,
+        batches: Iterable[tuple[int, int]],
+        outputs: Activations | None = None,
+        after_each: Callable[[], None] = lambda: None,
+    ) -> Output:
+        """Put what block `index` makes of each batch into `outputs`, by default in place; return the last batch's."""
+        out: Output = ()
+        device = next(block.parameters()).device
+        for start, stop in batches:
+            hidden = self.read(start, stop).to(device)
+            out = self.call(index, block, range(start, stop), hidden)
+            (self if outputs is None else outputs).write(start, hidden_of(out))
+            after_each()
+        return out
+
+    def _given(
+        self, value: Any, key: str, sequences: Sequence[int], device: torch.device, traced: Traced | None
+    ) -> Any:
+        if isinstance(value, SharedPlace):
+            return Shelf(self.shared, value.name, sequences, device, traced)
+        if isinstance(value, Store):
+            return value.select(_at(self.numbers, sequences)).to(device)
+        if isinstance(value, tuple):
+            return tuple(self._given(part, "", sequences, device, traced) for part in value)
+        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+            return value
+        if key == "alibi" and value.ndim == 3:
+            return value.repeat(len(sequences), 1, 1)  # (batch * heads, 1, T)
+        return value.expand(len(sequences), *value.shape[1:]) if len(value) == 1 and len(sequences) > 1 else value
+
+
+def hidden_of(out: Output) -> torch.Tensor:
+    """The hidden states among what a block returns."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _at(numbers: Sequence[int], sequences: Sequence[int]) -> Sequence[int]:
+    if isinstance(sequences, range):
+        return numbers[sequences.start : sequences.stop]
+    return [numbers[sequence] for sequence in sequences]
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    """Stands in recorded arguments for the mapping that blocks share, the argument of that name."""
+
+    name: str
+
+
+class Calls:
+    """Records the arguments of all blocks, sequence by sequence; `path` is a file for those that depend on the text."""
+
+    def __init__(self, sequences: int, path: Path | None) -> None:
+        self._sequences, self._path = sequences, path
+        self._arguments: list[Arguments] = []
+        self._first: dict[Spot, torch.Tensor] = {}
+        self.of_text: dict[Spot, Store] = {}
+
+    def add(self, number: int, recorders: Sequence[Recorder]) -> None:
+        """Take what the blocks were called with for a sequence; raises UnsupportedError where it cannot be kept."""
+        tensors = dict(_tensors(recorders))
+        if not self._arguments:
+            self._arguments, self._first = [(recorder.args, recorder.kwargs) for recorder in recorders], tensors
+        if self._first.keys() != tensors.keys():
+            raise _refusal("other arguments for each text")
+        for spot, value in tensors.items():
+            first = self._first[spot]
+            if spot not in self.of_text and not same_values(first, value):
+                if value.ndim < 2 or len(value) != 1 or first.shape != value.shape:
+                    raise _refusal("values that depend on the text, and not one for each")
+                self.of_text[spot] = Store(self._sequences, (*value.shape[1:],), value.dtype, self._path)
+                for earlier in range(number):
+                    self.of_text[spot].write(earlier, first)
+            if spot in self.of_text:
+                self.of_text[spot].write(number, value)
+
+    def refuse_following(self, recorders: Sequence[Recorder]) -> None:
+        """Raise UnsupportedError where the blocks' arguments follow from what earlier blocks gave.
+
+        The recorders were called for the first sequence once more, and passed on other hidden states.
+        """
+        if not all(same_values(self._first[spot], value) for spot, value in _tensors(recorders)):
+            raise _refusal("values that follow from what earlier blocks gave")
+
+    def arguments(self) -> list[Arguments]:
+        return [
+            (
+                tuple(self._put(value, (index, place)) for place, value in enumerate(args)),
+                {key: self._put(value, (index, key)) for key, value in kwargs.items()},
+            )
+            for index, (args, kwargs) in enumerate(self._arguments)
+        ]
+
+    def _put(self, value: Any, spot: Spot) -> Any:
+        if spot in self.of_text:
+            return self.of_text[spot]
+        if is_shelf(value):
+            return SharedPlace(str(spot[1]))
+        if isinstance(value, tuple):
+            return tuple(self._put(part, (*spot, place)) for place, part in enumerate(value))
+        return value
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same, also where they are not a number."""
+    if one is other or one.shape != other.shape or torch.equal(one, other):
+        return one.shape == other.shape
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _refusal(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the blocks of this architecture are called with {what}, beside what flows through them, so they cannot be "
+        "computed one by one"
+    )
+
+
+def _tensors(recorders: Sequence[Recorder]) -> Iterator[tuple[Spot, torch.Tensor]]:
+    for index, recorder in enumerate(recorders):
+        named: list[tuple[Any, Any]] = [*enumerate(recorder.args), *recorder.kwargs.items()]
+        waiting: list[tuple[Spot, Any]] = [((index, name), value) for name, value in named]
+        for spot, value in waiting:  # which grows
+            if isinstance(value, torch.Tensor):
+                yield spot, value
+            elif isinstance(value, tuple):
+                waiting += [((*spot, place), part) for place, part in enumerate(value)]

@@ -10,18 +10,96 @@ training ends when that has stopped falling.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from pydantic import Field
 
-from quantkit.calibration.block import Block, batch_size
-from quantkit.calibration.training import HeldOut, train
-from quantkit.calibration.walk import fewest_exact
+from quantkit.calibration.block import Block
+from quantkit.calibration.walk import batch_size
+from quantkit.contracts.method import Job
 from quantkit.errors import RecipeError
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.recipe import Strict
-from quantkit.system.ranks.group import size, sum_over
+from quantkit.system.ranks import Shards
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One sequence in `share` is held out. Every `interval` steps, and after the last, the loss there is measured.
+
+    With `patience`, training ends with a measurement in its second half where so many in a row were no new best.
+    """
+
+    share: int
+    interval: int
+    patience: int | None = None
+
+
+class Student(Protocol):
+    """What is trained, on batches of the numbers of sequences."""
+
+    def measure(self, sequences: list[int]) -> float:
+        """The mean loss of held-out sequences."""
+
+    def step(self, number: int, sequences: list[int], first: float) -> None:
+        """Do one training step; `first` is the held-out loss before all."""
+
+    def keep(self) -> None:
+        """Keep the state as the best one."""
+
+    def report(self, first: float, best: float) -> None:
+        """Called after each step with the held-out losses before all and of the best state."""
+
+
+def train(
+    student: Student, sequences: int, batch: int, steps: int, held_out: HeldOut, seed: int, shards: Shards
+) -> None:
+    """Train on batches of `batch` of the `sequences`, in an order that depends on `seed` and the numbers alone.
+
+    Each of several processes has `sequences` of its own and takes its share of `batch`; losses are those of all
+    together. All call `measure` and `step` at the same times, so one that has fewer held-out sequences measures some
+    once more.
+    """
+    held = list(range(held_out.share - 1, sequences, held_out.share))
+    trained = [number for number in range(sequences) if (number + 1) % held_out.share]
+    batch = max(1, batch // shards.size)
+    parts = [held[start : start + batch] for start in range(0, len(held), batch)]
+    numbers = torch.zeros(shards.size, dtype=torch.float64)
+    numbers[shards.rank] = len(parts)
+    shards.sum(numbers)
+    more = int(numbers.max()) - len(parts)
+
+    def held_out_loss() -> float:
+        sums = torch.tensor([sum(student.measure(part) * len(part) for part in parts), len(held)], dtype=torch.float64)
+        for _ in range(more):
+            student.measure((held or trained)[:1])
+        shards.sum(sums)
+        return float(sums[0]) / max(1, int(sums[1]))
+
+    first = best = held_out_loss()
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    worse = 0
+    for number in range(steps):
+        if len(queue) < batch:
+            queue = [trained[i] for i in torch.randperm(len(trained), generator=generator).tolist()]
+        student.step(number, queue[:batch], first)
+        queue = queue[batch:]
+        done = number + 1 == steps
+        if done or (number + 1) % held_out.interval == 0:
+            loss = held_out_loss()
+            worse += 1
+            if loss < best:
+                best, worse = loss, 0
+                student.keep()
+            out_of_patience = held_out.patience is not None and worse >= held_out.patience
+            done = done or (out_of_patience and number >= steps // 2)
+        student.report(first, best)
+        if done:
+            break
+
 
 HELD_OUT = HeldOut(share=8, interval=10, patience=4)
 BATCH_TOKENS = 2048
@@ -39,12 +117,10 @@ class Learned(Strict):
 
     @property
     def learned(self) -> bool:
-        """Whether each block's rounding is learned."""
         return self.refine and self.refine_steps > 0
 
     @property
     def tuned(self) -> bool:
-        """Whether all scales are tuned end to end."""
         return self.refine and self.tune_steps > 0
 
 
@@ -102,17 +178,16 @@ class _Latent:
         return replace(self.layer, codes=self.codes().to(torch.uint8), scales=self.stored().to(torch.float16))
 
 
-def refuse_few_sequences(sequences: int, length: int) -> None:
-    """Raise RecipeError where some rank gets too few calibration sequences to hold some out.
-
-    `length` is theirs in tokens.
-    """
-    least = 2 * HELD_OUT.share
-    if fewest_exact(sequences, length) < least:
-        each = f" in each of {size()} processes, whole batches of {batch_size(length)}" if size() > 1 else ""
+def refuse_few_sequences(job: Job) -> None:
+    """Raise RecipeError where some process gets too few calibration sequences to hold some out."""
+    asked, shards, least = job.recipe.calibration, job.shards, 2 * HELD_OUT.share
+    batch = batch_size(asked.length)
+    bounds = (shards.sequences(asked.sequences, batch, rank) for rank in range(shards.size))
+    if min(stop - first for first, stop in bounds) < least:
+        each = f" in each of {shards.size} processes, whole batches of {batch}" if shards.size > 1 else ""
         raise RecipeError(
             f"learned rounding holds out one calibration sequence in {HELD_OUT.share} and needs {least} or more{each}; "
-            f"{sequences} were given. Give more sequences, or leave refine out."
+            f"{asked.sequences} were given. Give more sequences, or leave refine out."
         )
 
 
@@ -123,42 +198,54 @@ def refine(
 
     weights are the unquantized (N, K) float32; the walk must keep unquantized blocks for all sequences. The tuned
     values are put into the block, whose inputs stay what they were. The order of the batches depends on `seed` and the
-    block's index alone. Of several ranks each trains on its own sequences, and all move by the sum of their gradients.
+    block's index alone. Of several processes each trains on its own sequences, and all move by the sum of their
+    gradients.
     """
-    targets = block.targets()
-    latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
+    student = _BlockStudent(block, layers, weights, training)
+    count, length, _ = block.inputs.shape
+    batch, seed = max(1, BATCH_TOKENS // length), seed * 1_000_003 + block.index
+    train(student, count, batch, training.steps, HELD_OUT, seed, block.shards)
+    tuned = {name: latent.finished() for name, latent in student.latents.items()}
+    for name, layer in tuned.items():
+        block.replace(name, layer.dense())
+    return tuned
 
-    def loss(sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        exact = targets.select(sequences).to(block.device)
-        out = block.call_with(parameters, sequences)
+
+class _BlockStudent:
+    def __init__(
+        self, block: Block, layers: dict[str, GroupedWeight], weights: dict[str, torch.Tensor], training: Training
+    ) -> None:
+        self.latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
+        self._block, self._targets, self._training = block, block.targets(), training
+
+    def _loss(self, sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        exact = self._targets.select(sequences).to(self._block.device)
+        out = self._block.call_with(parameters, sequences)
         error = (out.to(torch.float32) - exact.to(torch.float32)).square().mean(-1)
         # The next norm divides each token by its size; without this a few huge tokens would decide alone.
         size = exact.to(torch.float32).square().mean(-1)
         return (error / (size + LEAST_SIZE * size.median())).mean()
 
-    def measure(sequences: list[int]) -> float:
+    def measure(self, sequences: list[int]) -> float:
         with torch.no_grad():
-            return float(loss(sequences, {}))
+            return float(self._loss(sequences, {}))
 
-    def step(number: int, sequences: list[int], first: float) -> None:
-        parameters = {name: block.linears[name].weight.detach().requires_grad_() for name in latents}
-        gradients = torch.autograd.grad(loss(sequences, parameters) / max(first, 1e-30), list(parameters.values()))
+    def step(self, number: int, sequences: list[int], first: float) -> None:
+        block, training = self._block, self._training
+        parameters = {name: block.linears[name].weight.detach().requires_grad_() for name in self.latents}
+        loss = self._loss(sequences, parameters) / max(first, 1e-30)
         rate = 1 - number / training.steps
-        for (name, latent), gradient in zip(latents.items(), gradients, strict=True):
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        for (name, latent), gradient in zip(self.latents.items(), gradients, strict=True):
             gradient = gradient.to(torch.float32).contiguous()
-            sum_over(gradient)  # its size is of no account
+            block.shards.sum(gradient)  # its size is of no account
             latent.step(gradient, training.code_rate * rate, training.scale_rate * rate)
             block.replace(name, latent.value())
         block.trimmer.trim()
 
-    def keep() -> None:
-        for latent in latents.values():
+    def keep(self) -> None:
+        for latent in self.latents.values():
             latent.keep()
 
-    count, length, _ = block.inputs.shape
-    batch, seed = max(1, BATCH_TOKENS // length), seed * 1_000_003 + block.index
-    train(count, batch, training.steps, HELD_OUT, seed, measure=measure, step=step, keep=keep)
-    tuned = {name: latent.finished() for name, latent in latents.items()}
-    for name, layer in tuned.items():
-        block.replace(name, layer.dense())
-    return tuned
+    def report(self, first: float, best: float) -> None:
+        """Nobody asks."""

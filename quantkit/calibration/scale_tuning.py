@@ -17,26 +17,24 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
+from quantkit.calibration.learned_rounding import HeldOut, train
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
-from quantkit.calibration.training import HeldOut, train
-from quantkit.calibration.walk import of_this_rank
+from quantkit.calibration.walk import own_sequences
 from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import Job, Shapes
 from quantkit.contracts.run import Run
 from quantkit.models.output_head import load_head
-from quantkit.models.stand_in import Arguments
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.kl_divergence import divergence
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.system.memory import MemoryTrimmer, trim_heap
-from quantkit.system.ranks.group import size, sum_over
 
 HELD_OUT = HeldOut(share=16, interval=15)
 BATCH_TOKENS = 2048
 PASS_TOKENS = 1024  # of a batch that go through a block together
 HEAD_TOKENS = 256  # whose logits are in memory
+SLAB_ELEMENTS = 1 << 19  # of logits that are worked on together, so that they stay in the processor's cache
 WARM_UP = 5  # steps until the full rate
 BETAS = (0.9, 0.95)
 
@@ -51,21 +49,16 @@ class Tuning:
     rate: float = 2e-3
 
 
-def pace(bits: int) -> float:
-    """How many times as far as those of 4 bits scales move in a step: codes lie so much further apart."""
-    return 2.0 ** max(0, 4 - bits)
-
-
 class _Scales:
     """The scales of one layer under training: scale * (1 + stretch), with Adam's two moments; all (N, G) float32."""
 
     def __init__(self, layer: GroupedWeight) -> None:
-        self.scale, self.pace = layer.scales.to(torch.float32), pace(layer.bits)
+        self.scale = layer.scales.to(torch.float32)
+        self.pace = 2.0 ** max(0, 4 - layer.bits)  # so much further apart than codes of 4 bits
         self.stretch, self.first, self.second = (torch.zeros_like(self.scale) for _ in range(3))
         self.best = self.stretch.clone()
 
     def stored(self) -> torch.Tensor:
-        """As the artifact stores them."""
         return stored_scale(self.scale * (1 + self.stretch))
 
     def step(self, gradient: torch.Tensor, rate: float, count: int) -> None:
@@ -77,32 +70,47 @@ class _Scales:
         self.stretch.sub_(mean / (size + 1e-12), alpha=rate * self.pace)
 
 
-class _Student:
-    """The quantized model, of which one block has its weights at a time, and its scales under training."""
+class _ScaleStudent:
+    """The quantized model, of which one block has its weights at a time, and its scales under training.
 
-    def __init__(self, job: Job, values: Values, arguments: list[Arguments]) -> None:
+    `inputs` flow into its first block, `targets` come out of the source's last one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        values: Values,
+        tuning: Tuning,
+        inputs: Activations,
+        targets: Activations,
+        tell: Callable[[float, float], None],
+    ) -> None:
         self.scales: dict[str, _Scales] = {}
-        self._skeleton, self._values = job.skeleton, values
-        self._passes = Passes(job, arguments, PASS_TOKENS)
+        self.report = tell
+        self._inputs, self._targets, self._tuning = inputs, targets, tuning
+        self._skeleton, self._values, self._shards = job.skeleton, values, job.shards
+        self._passes = Passes(job, PASS_TOKENS)
         self._trimmer = MemoryTrimmer()
         self._head = load_head(job.source, job.skeleton, self._passes.device, DTYPE)
 
-    def loss(self, hidden: Activations, targets: torch.Tensor) -> float:
-        """Mean divergence from the source, whose last block gives `targets` (B, T, D), on inputs, which are changed."""
+    def measure(self, sequences: list[int]) -> float:
+        hidden = self._inputs.chosen(sequences)
         for index in range(len(self._skeleton.blocks)):
             with self._block(index):
                 self._passes.forward(index, hidden, hidden)
-        return self._divergence(hidden, targets)
+        return self._divergence(hidden, self._targets.select(sequences))
 
-    def step(self, inputs: Activations, targets: torch.Tensor, rate: float, count: int) -> None:
-        """Step `count` (from 1) of all scales on a batch as that of `loss`."""
+    def step(self, number: int, sequences: list[int], _first: float) -> None:
+        """Move all scales."""
+        tuning, inputs = self._tuning, self._inputs.chosen(sequences)
+        rate = tuning.rate * min(1.0, (number + 1) / WARM_UP) * (1 + math.cos(math.pi * number / tuning.steps)) / 2
         flows = [inputs]
         for index in range(len(self._skeleton.blocks)):
             flows.append(inputs.like())
             with self._block(index):
                 self._passes.forward(index, flows[index], flows[index + 1])
         slopes = flows.pop()
-        self._divergence(slopes, targets, as_slopes=True)
+        self._divergence(slopes, self._targets.select(sequences), as_slopes=True)
         for index in reversed(range(len(self._skeleton.blocks))):
             with self._block(index) as layers:
                 parameters = [self._skeleton.model.get_parameter(name).requires_grad_() for name in layers]
@@ -110,12 +118,11 @@ class _Student:
             for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
                 # By the stretch: sum over the group of dL/dW (code - zero) scale.
                 sums = layer.sums(layer.steps().mul_(gradient.cpu())).contiguous()
-                sum_over(sums)
-                sums /= size()
-                self.scales[name].step(sums * self.scales[name].scale, rate, count)
+                self._shards.sum(sums)
+                sums /= self._shards.size
+                self.scales[name].step(sums * self.scales[name].scale, rate, number + 1)
 
     def keep(self) -> None:
-        """Keep the scales as the best ones."""
         for scales in self.scales.values():
             scales.best = scales.stretch.clone()
 
@@ -159,7 +166,6 @@ class _Student:
 
 
 def _added(batches: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The sums, in float32, of what batches give."""
     sums: list[torch.Tensor] = []
     for values in batches:
         if not sums:
@@ -177,32 +183,44 @@ def tuning_bytes(shapes: Shapes) -> int:
     return flows + head + graph + 8 * shapes.block_parameters + 12 * shapes.largest_layer
 
 
+def divergence(exact: torch.Tensor, ours: torch.Tensor, gradient: torch.Tensor | None = None) -> float:
+    """Sum over the rows of KL(softmax(exact) || softmax(ours)), logits (n, V) of any float dtype, computed in float32.
+
+    With `gradient` (n, V), the gradient by `ours`, softmax(ours) - softmax(exact), goes there; it may be `exact`.
+    """
+    total = 0.0
+    step = max(1, SLAB_ELEMENTS // exact.shape[1])
+    for start in range(0, len(exact), step):
+        rows = slice(start, start + step)
+        apart, log_q = (logits[rows].to(torch.float32, copy=True) for logits in (exact, ours))
+        for values in (apart, log_q):
+            values.sub_(values.logsumexp(-1, keepdim=True))
+        p = apart.exp()
+        total += float(torch.dot(p.view(-1), apart.sub_(log_q).view(-1)))
+        if gradient is not None:
+            gradient[rows] = log_q.exp_().sub_(p)
+    return total
+
+
 def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
     """Return the tuned scales (N, G) float32 of every quantized layer, by weight name.
 
     values(prefix) gives the quantized model's parameters of the block with that prefix, by full name; what it leaves
     out is the source's. `targets` is what comes out of the source's last block. Where the held-out part of the
-    calibration does not get better, the scales stay. Each of several ranks has the `targets` of its own sequences.
+    calibration does not get better, the scales stay. Each of several processes has the `targets` of its own sequences.
     """
     path, every = run.folder / "tuning.offload", tokens_of(job).ids
-    ids, device, steps = torch.from_numpy(of_this_rank(every, len(every))[0]), torch.device(job.device), tuning.steps
-    inputs, arguments = embed(SourceValues(job.source, job.skeleton), job.skeleton, ids, device, lambda _size: path)
+    ids, device = torch.from_numpy(own_sequences(every, len(every), job.shards)[0]), torch.device(job.device)
+    inputs = embed(SourceValues(job.source, job.skeleton), job.skeleton, ids, device, path)
     title = f"{job.method.name}: tuning the scales end to end"
-    with closing(inputs), run.progress.step(title, steps) as advance, torch.no_grad():
-        student = _Student(job, values, arguments)
+    with closing(inputs), run.progress.step(title, tuning.steps) as advance, torch.no_grad():
 
-        def measure(sequences: list[int]) -> float:
-            return student.loss(inputs.chosen(sequences), targets.select(sequences))
-
-        def step(number: int, sequences: list[int], _first: float) -> None:
-            rate = tuning.rate * min(1.0, (number + 1) / WARM_UP) * (1 + math.cos(math.pi * number / steps)) / 2
-            student.step(inputs.chosen(sequences), targets.select(sequences), rate, number + 1)
-
-        def report(first: float, best: float) -> None:
+        def tell(first: float, best: float) -> None:
             advance(remark=f"held-out divergence {best:.4f}, at first {first:.4f}")
 
-        batch, seed = max(1, BATCH_TOKENS // inputs.shape[1]), job.recipe.seed
-        train(len(inputs), batch, steps, HELD_OUT, seed, measure=measure, step=step, keep=student.keep, report=report)
+        student = _ScaleStudent(job, values, tuning, inputs, targets, tell)
+        batch = max(1, BATCH_TOKENS // inputs.shape[1])
+        train(student, len(inputs), batch, tuning.steps, HELD_OUT, job.recipe.seed, job.shards)
     trim_heap()
     return {name: stored_scale(scales.scale * (1 + scales.best)) for name, scales in student.scales.items()}
 

@@ -20,26 +20,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch import nn
 
-from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.flow.inputs import InputSlopes, as_leaves, input_table
+from quantkit.calibration.activations import DTYPE, Activations, Store
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job, Shapes
 from quantkit.contracts.run import Run
-from quantkit.errors import RecipeError, SourceError
+from quantkit.errors import SourceError
 from quantkit.models.output_head import load_head
 from quantkit.models.skeleton import weight_name
-from quantkit.models.stand_in import Arguments
 from quantkit.numerics.matmul import product
 from quantkit.recipe import CalibrationSpec
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import replace_text
 from quantkit.system.memory import trim_heap
-from quantkit.untrusted import read_object
 
 VERSION = 4  # of the estimate; another one makes kept scores worthless
 SEQUENCES = 16  # of the calibration text
@@ -111,18 +110,11 @@ def kept_sensitivities(
 
 
 def read_scores(path: Path) -> Scores:
-    """Kept scores; none where there is no file or it does not hold a finite number for each kind of each tensor."""
+    """Cached scores; none where there is no file or it does not hold a finite number for each kind of each tensor."""
     try:
-        cached = read_object(path, RecipeError)
-    except RecipeError:
+        return TypeAdapter(dict[str, dict[str, FiniteFloat]]).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError):
         return {}
-    if not all(isinstance(kinds, dict) and all(map(_is_score, kinds.values())) for kinds in cached.values()):
-        return {}
-    return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in cached.items()}
-
-
-def _is_score(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _kept_at(job: Job, maker: str) -> Path:
@@ -177,28 +169,25 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
     """
     ids = torch.from_numpy(tokens_of(job).ids[:SEQUENCES])
     device, blocks = torch.device(job.device), len(job.skeleton.blocks)
-    title = f"{job.method.name}: measuring sensitivities"
+    title, path = f"{job.method.name}: measuring sensitivities", run.folder / "flows.offload"
     with ExitStack() as stack, run.progress.step(title, 2 * blocks + 1, work=True) as advance:
-        values, path = SourceValues(job.source, job.skeleton), run.folder / "flows.offload"
-        first, arguments = embed(values, job.skeleton, ids, device, lambda _size: path)
+        first = embed(SourceValues(job.source, job.skeleton), job.skeleton, ids, device, path)
         flows = [stack.enter_context(closing(first))]
-        measured = _Measurement(job, arguments, propose, ids.numel())
-        inputs = stack.enter_context(closing(InputSlopes(path)))
+        measured = stack.enter_context(closing(_Measurement(job, propose, ids, path)))
         for index in range(blocks):
-            store = first.like(path)
-            flows.append(stack.enter_context(closing(store)))
-            measured.forward(index, flows[index], store)
+            flows.append(stack.enter_context(closing(first.like(path))))
+            measured.forward(index, flows[index], flows[index + 1])
             advance()
         slopes = flows.pop()
-        measured.head(slopes, path)
+        measured.head(slopes)
         trim_heap()
         advance()
         for index in reversed(range(blocks)):
-            measured.backward(index, flows.pop(), slopes, inputs)
+            measured.backward(index, flows.pop(), slopes)
             trim_heap()
             advance()
-        measured.embedding(ids, slopes)
-        measured.table(ids, inputs)
+        measured.embedding(slopes)
+        measured.table()
     trim_heap()
     return measured.scores()
 
@@ -206,42 +195,38 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
 class _Measurement:
     """One pass forward and one back. Sums over tokens of the squared effect of each change, by tensor and kind."""
 
-    def __init__(self, job: Job, arguments: list[Arguments], propose: Propose, tokens: int) -> None:
-        self._job, self._skeleton, self._propose, self._tokens = job, job.skeleton, propose, tokens
-        self._passes = Passes(job, arguments, BATCH_TOKENS)
+    def __init__(self, job: Job, propose: Propose, ids: torch.Tensor, path: Path) -> None:
+        self._job, self._skeleton, self._propose, self._ids, self._path = job, job.skeleton, propose, ids, path
+        self._passes = Passes(job, BATCH_TOKENS)
         self._device, model = self._passes.device, job.skeleton.model
         # Names of the weights, the same where they are tied.
         self._embedding = weight_name(model, model.get_input_embeddings())
         self._head = weight_name(model, model.get_output_embeddings())
-        table = input_table(model)
+        table = _input_table(model)
         self._table = table if table is not None and propose(table.name) is not None else None
-        self._squares: dict[str, torch.Tensor] = {}
+        self._table_slopes: list[Store] = []  # the gradients by what each block gets of the table, (tokens, width)
         self._effects: dict[str, dict[str, torch.Tensor]] = {}  # tensor -> kind -> (tokens,) float32
+
+    def close(self) -> None:
+        for store in self._table_slopes:
+            store.close()
 
     def scores(self) -> Scores:
         """Half the mean squares over all tokens; those that an expert does not see are zero."""
+        count = self._ids.numel()
         return {
-            name: {kind: float(effect.double().square().sum()) / self._tokens / 2 for kind, effect in kinds.items()}
+            name: {kind: float(effect.double().square().sum()) / count / 2 for kind, effect in kinds.items()}
             for name, kinds in self._effects.items()
         }
 
     def forward(self, index: int, inputs: Activations, outputs: Activations) -> None:
-        """Run block `index` and note the mean squares of its layers' inputs."""
-        linears = self._skeleton.linears_of(index)
-
-        def note(name: str, x: torch.Tensor, _out: torch.Tensor) -> None:
-            flat = x.reshape(-1, x.shape[-1]).to(torch.float32)
-            self._squares[name] = self._squares.get(name, 0) + flat.square().sum(0)
-
-        with self._passes.block(index), _watched(linears, note):
+        with self._passes.block(index):
             self._passes.forward(index, inputs, outputs)
-        for name in linears:
-            self._squares[name] /= self._tokens
 
-    def head(self, states: Activations, path: Path) -> None:
+    def head(self, states: Activations) -> None:
         """Turn the last hidden states into the gradients of the drawn tokens' loss by them; try the head's changes.
 
-        The gradients by the logits, which all changes are weighed by, lie in a file at `path` meanwhile.
+        The gradients by the logits, which all changes are weighed by, lie in a file meanwhile.
         """
         head = load_head(self._job.source, self._skeleton, self._device, DTYPE)
         changes = self._propose(self._head)
@@ -251,7 +236,7 @@ class _Measurement:
         count = 0 if changes is None else sequences * len(starts)
         inputs: list[torch.Tensor] = []
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with closing(Activations(count, rows, len(head.layer.weight), path)) as given:
+        with closing(Activations(count, rows, len(head.layer.weight), self._path)) as given:
             with head.layer.register_forward_hook(lambda _module, args, out: seen.append((args[0], out))):
                 for sequence in range(sequences):
                     hidden = states.read(sequence, sequence + 1).squeeze(-3).to(self._device)
@@ -290,14 +275,12 @@ class _Measurement:
             self._add(self._head, kind, effects)
             trim_heap()
 
-    def backward(self, index: int, inputs: Activations, slopes: Activations, by_inputs: InputSlopes) -> None:
+    def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
         """Turn the gradients by block `index`'s outputs into those by its inputs; try the changes of its layers."""
         linears, table = self._skeleton.linears_of(index), self._table
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
-        given: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
+        given: dict[str, list[torch.Tensor]] = {name: [] for name in (*linears, *([table.name] if table else []))}
         outputs: dict[str, torch.Tensor] = {}  # of the batch that runs
-        if table is not None:
-            given[table.name] = []
 
         def note(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
             if out.requires_grad:  # not of what only chooses tokens
@@ -305,30 +288,33 @@ class _Measurement:
                 outputs[name] = out
 
         with self._passes.block(index) as block:
-            leaves = nullcontext() if table is None else as_leaves(block, table.width, outputs, table.name)
+            leaves = nullcontext() if table is None else _as_leaves(block, table.width, outputs, table.name)
             with _watched(linears, note), leaves:
                 for gradients in self._passes.backward(index, inputs, slopes, outputs.values()):
                     for name, gradient in zip(outputs, gradients, strict=True):
                         given[name].append(gradient.reshape(-1, gradient.shape[-1]))
                     outputs.clear()
             if table is not None:
-                by_inputs.put(index, torch.cat(given.pop(table.name)))
+                of_table = torch.cat(given.pop(table.name))
+                store = Store(len(of_table), (*of_table.shape[1:],), of_table.dtype, self._path)
+                store.write(0, of_table)
+                self._table_slopes.insert(0, store)
             for name, layer in linears.items():
                 changes = self._propose(name)
                 if changes is None or not given[name]:
                     continue
-                squares = torch.stack([slope.float().square().sum(0) for slope in given[name]]).sum(0)
-                rows, shares = changes.tried(squares)
+                squares = sum(x.to(torch.float32).square().sum(0) for x in seen[name]) / self._ids.numel()
+                rows, shares = changes.tried(torch.stack([x.float().square().sum(0) for x in given[name]]).sum(0))
                 slopes_of_rows = [slope.index_select(1, rows) for slope in given.pop(name)]
                 weight = layer.weight.detach().index_select(0, rows).to(torch.float32)
                 for kind in changes.kinds:
-                    change = changes.make(kind, weight, self._squares[name]) - weight
+                    change = changes.make(kind, weight, torch.as_tensor(squares)) - weight
                     change = (change * shares.sqrt()[:, None]).to(DTYPE)
                     pairs = zip(seen[name], slopes_of_rows, strict=True)
                     self._add(name, kind, [(product(x, change).float() * slope.float()).sum(-1) for x, slope in pairs])
                 del seen[name]
 
-    def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:
+    def embedding(self, slopes: Activations) -> None:
         """Try the changes of the token embedding: of a tied one, the effect as the head is there already.
 
         What else is made of it than the hidden states, the first of those side by side, is left out.
@@ -337,10 +323,9 @@ class _Measurement:
         changes = self._propose(name)
         if changes is None:
             return
-        rows, places = ids.unique(return_inverse=True)
-        weight = (
-            SourceValues(self._job.source, self._skeleton).rows(name, rows.tolist()).to(self._device, torch.float32)
-        )
+        rows, places = self._ids.unique(return_inverse=True)
+        values = SourceValues(self._job.source, self._skeleton)
+        weight = values.rows(name, rows.tolist()).to(self._device, torch.float32)
         there = self._effects.get(name, {})
         for kind in changes.kinds:
             change = changes.make(kind, weight, None) - weight
@@ -352,13 +337,14 @@ class _Measurement:
             effect = torch.cat(parts).cpu()
             self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect
 
-    def table(self, ids: torch.Tensor, by_inputs: InputSlopes) -> None:
+    def table(self) -> None:
         """Try the changes of the table of what each block gets of a token: of the rows of tokens that occur."""
         table = self._table
         changes = None if table is None else self._propose(table.name)
         if table is None or changes is None:
             return
-        rows, places = table.rows_of(ids.reshape(-1)).unique(return_inverse=True)
+        ids = self._ids.reshape(-1)  # one behind the table takes the first row, as in transformers
+        rows, places = torch.where(ids < table.rows, ids, 0).unique(return_inverse=True)
         values = SourceValues(self._job.source, self._skeleton)
         effects = {kind: torch.zeros(len(places)) for kind in changes.kinds}
         for start in range(0, len(rows), TABLE_ROWS):
@@ -367,7 +353,8 @@ class _Measurement:
             at = ((places >= start) & (places < start + len(some))).nonzero().flatten()
             made = {kind: changes.make(kind, weight, None) - weight for kind in changes.kinds}
             for part in at.split(TABLE_ROWS):
-                slope = by_inputs.of(part.tolist()).to(self._device, torch.float32)
+                slopes = [store.select(part.tolist()) for store in self._table_slopes]
+                slope = torch.cat(slopes, -1).to(self._device, torch.float32)
                 for kind, change in made.items():
                     effects[kind][part] = ((change[places[part] - start] * slope).sum(-1) * table.factor).cpu()
         self._effects[table.name] = effects
@@ -387,3 +374,50 @@ def _watched(linears: dict[str, nn.Linear], note: Callable[[str, torch.Tensor, t
         for name, layer in linears.items():
             stack.enter_context(layer.register_forward_hook(hook(name)))
         yield
+
+
+@dataclass(frozen=True)
+class _InputTable:
+    """A table with a row for each token, of which each block gets a part beside the hidden states.
+
+    Gemma 3n and 4 (transformers: models/gemma3n and models/gemma4) look a token up in a table of all blocks, multiply
+    what stands there by `factor`, add a projection of the token's embedding, and call each block with its `width`.
+    """
+
+    name: str
+    rows: int
+    width: int
+    factor: float
+
+
+def _input_table(model: Any) -> _InputTable | None:
+    """That of a model, or None where its blocks get nothing of the kind."""
+    width = int(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0) or 0)
+    found = [(name, part) for name, part in model.named_modules() if name.endswith("embed_tokens_per_layer")]
+    if not width or not found:
+        return None
+    [(name, table)] = found
+    return _InputTable(f"{name}.weight", len(table.weight), width, math.sqrt(width / 2))
+
+
+@contextmanager
+def _as_leaves(block: nn.Module, width: int, outputs: dict[str, torch.Tensor], name: str) -> Iterator[None]:
+    """While it lasts, what the block gets of a table, (B, T, width), is a leaf of the graph, and put into `outputs`."""
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim != 3 or value.shape[-1] != width:
+            return value
+        outputs[name] = value.detach().requires_grad_()
+        return outputs[name]
+
+    def hook(
+        _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, *others = args
+        return (hidden, *map(given, others)), {key: given(value) for key, value in kwargs.items()}
+
+    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

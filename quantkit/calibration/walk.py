@@ -12,24 +12,25 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.block import FEW_TOKENS, Block, FullPrecisionBlock, batch_size
+from quantkit.calibration.block import Block, Stream
+from quantkit.calibration.moments import FEW_TOKENS, Moments
 from quantkit.calibration.passes import SourceValues, embed
 from quantkit.calibration.suspended import OffloadFile
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.format import TensorWriter
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import BATCH_TOKENS, Job
 from quantkit.contracts.run import Findings, Run
 from quantkit.models.config import beside_states
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter
-from quantkit.models.unfuse import expert_of
+from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.system.memory import MemoryTrimmer, trim_heap
-from quantkit.system.ranks.group import place, share, size
+from quantkit.system.ranks import Shards
 
 FEW = "experts with few tokens"  # what findings call their number and the note on it
 LEAST_TOKENS = 5  # for each column of the widest layer, in the unquantized stream
@@ -43,37 +44,33 @@ def walk(
     *,
     exact: float = 0.0,
     ample: int = 0,
-    suspend: bool = True,
     restore: Restore = lambda _index, _prefix: None,
     then: Callable[[Activations], None] | None = None,
 ) -> Iterator[Block]:
     """Yield the blocks in order, each with its weights; its outputs are computed when the next one is asked for.
 
     `exact` is the share of the calibration sequences, rounded up to whole batches, for which the unquantized blocks
-    and their activations are kept beside the quantized ones. `ample` and `suspend` are the blocks'.
+    and their activations are kept alongside the quantized ones. `ample` is that of `Moments`.
     `restore(index, prefix)` may return the finished values of a block from an earlier run, by parameter name: it is
     then passed through, not yielded. After the last block, `then` is given what came out of the unquantized one.
-    Each of several ranks walks its share of the sequences; all come to the same blocks.
+    Each of several processes walks its share of the sequences; all come to the same blocks.
     The job's skeleton loses a block's weights when the next one is asked for or the generator is closed.
     """
     source, skeleton, device = job.source, job.skeleton, torch.device(job.device)
     every = tokens_of(job).ids
     widest = max(columns for _, columns in skeleton.linears().values())
-    ids, exact_count = of_this_rank(every, exact_sequences(exact, len(every), every.shape[1], widest))
+    ids, exact_count = own_sequences(every, exact_sequences(exact, len(every), every.shape[1], widest), job.shards)
     whole = (len(ids) + exact_count) / len(ids)
     of_text = ids.size * beside_states(skeleton.model.config.get_text_config()).of_text * DTYPE.itemsize
-    held = 0
-
-    def offload(size: int) -> Path | None:
-        nonlocal held
-        held = int(size * whole - of_text * (whole - 1))  # what depends on the text is the same in both streams
-        return run.folder / "activations.offload" if held > job.offload_bytes else None
-
-    inputs, arguments = embed(SourceValues(source, skeleton), skeleton, torch.from_numpy(ids), device, offload)
+    # Both streams count, but what depends on the text is the same in both.
+    twice = of_text * (whole - 1)
+    path = run.folder / "activations.offload"
+    values = SourceValues(source, skeleton)
+    inputs = embed(values, skeleton, torch.from_numpy(ids), device, path, (job.offload_bytes + twice) / whole)
     trim_heap()
-    room = job.offload_bytes - (held if inputs.in_memory else 0)
-    exact_path = None if inputs.in_memory else run.folder / "exact.offload"
-    exact_inputs = inputs.like(exact_path, exact_count)
+    in_memory = inputs.path is None
+    room = job.offload_bytes - (int(inputs.held_bytes * whole - twice) if in_memory else 0)
+    exact_inputs = inputs.like(None if in_memory else run.folder / "exact.offload", range(exact_count))
     for start in range(exact_count):
         exact_inputs.write(start, inputs.read(start, start + 1))
     note_few = _few_tokens_noter(run.findings, skeleton)
@@ -87,81 +84,60 @@ def walk(
                 unquantized = copy.deepcopy(skeleton.blocks[index]) if exact_count else None
                 finished = restore(index, prefix) or {}
                 with load_block(source, skeleton, index, device, DTYPE) as module:
+                    exact_stream = None
                     if unquantized is not None:
                         for name, value in module.named_parameters():
                             set_parameter(unquantized, name, value)
+                        exact_stream = Stream(index, unquantized.to(device), exact_inputs)
                     for name, restored in finished.items():
                         set_parameter(module, name.removeprefix(prefix), restored.to(device, DTYPE))
-                    block = Block(
-                        index=index,
-                        prefix=prefix,
-                        module=module,
-                        inputs=inputs,
-                        arguments=arguments[index],
-                        skeleton=skeleton,
-                        device=device,
-                        offload_file=offload_file,
-                        batch_tokens=job.batch_tokens,
-                        suspend=suspend,
-                        ample=ample,
-                        all_tokens=every.size,
-                        linears=skeleton.linears_of(index),
-                        full_precision_block=None
-                        if unquantized is None
-                        else FullPrecisionBlock(unquantized.to(device), exact_inputs),
-                        few=note_few,
-                        trimmer=trimmer,
-                    )
+                    linears = skeleton.linears_of(index)
+                    moments = Moments(linears, device, job.shards, every.size, ample, exact_count > 0, note_few)
+                    stream = Stream(index, module, inputs)
+                    block = Block(prefix, stream, exact_stream, moments, offload_file, job.batch_tokens, trimmer)
                     if not finished:
                         yield block
                     if index + 1 < len(skeleton.blocks):
                         block.finish()
-                    elif unquantized is not None:
-                        _tell_if_lost(block, min(batch_size(every.shape[1]), exact_count), run.findings)
-                del block, unquantized, module
+                    elif exact_count:
+                        _note_if_unusable(block, min(batch_size(every.shape[1]), exact_count), run.findings)
+                del block, stream, exact_stream, moments, unquantized, module
                 advance()
         trim_heap()
         if then is not None:
             then(exact_inputs)
 
 
-def _tell_if_lost(last: Block, sequences: int, findings: Findings) -> None:
-    """Note where the quantized model's last hidden states are no nearer to the source's than zeros would be."""
+def _note_if_unusable(last: Block, sequences: int, findings: Findings) -> None:
+    """Note where the quantized model's final hidden states are no nearer to the source's than zeros would be."""
     if last.distance(range(sequences)) >= 1:
         findings.note(
-            "the quantized model is lost: its last hidden states are further from the source's than zeros are. Take "
-            "more bits or smaller groups, and judge it before it is used"
+            "the quantized model is unusable: its final hidden states differ from the source's by more than their own "
+            "norm. Take more bits or smaller groups, and evaluate it before it is used"
         )
 
 
-def of_this_rank(ids: np.ndarray, exact_count: int) -> tuple[np.ndarray, int]:
-    """Of the sequences (S, T) those of this rank, and how many of them are exact: the first of its own, as of all.
+def batch_size(length: int) -> int:
+    """How many sequences of `length` tokens are one share of the work: of ranks, and of the unquantized stream."""
+    return max(1, BATCH_TOKENS // length)
+
+
+def own_sequences(ids: np.ndarray, exact_count: int, shards: Shards) -> tuple[np.ndarray, int]:
+    """Of the sequences (S, T) those of this process, and how many of them are exact: the first of its own, as of all.
 
     It gets its share of the exact ones and of the others, in whole batches, and some exact ones where there are any.
     """
-    if size() == 1:
+    if shards.size == 1:
         return ids, exact_count
     step = batch_size(ids.shape[1])
     if exact_count:
-        exact_count = min(len(ids), max(exact_count, size() * step))
+        exact_count = min(len(ids), max(exact_count, shards.size * step))
     exact, others = ids[:exact_count], ids[exact_count:]
-    first, stop = _whole_batches(len(exact), step, place().rank)
+    first, stop = shards.sequences(len(exact), step)
     # From the other end, so that none of few batches go to the same ranks.
-    start, end = _whole_batches(len(others), step, size() - 1 - place().rank)
+    start, end = shards.sequences(len(others), step, shards.size - 1 - shards.rank)
     exact, others = exact[first:stop], others[start:end]
     return np.concatenate([exact, others]), len(exact)
-
-
-def fewest_exact(sequences: int, length: int) -> int:
-    """How many sequences the rank with the fewest gets where all are exact."""
-    bounds = (_whole_batches(sequences, batch_size(length), rank) for rank in range(size()))
-    return min(stop - first for first, stop in bounds)
-
-
-def _whole_batches(count: int, step: int, rank: int) -> tuple[int, int]:
-    """A rank's share of `count` sequences in batches of `step`: the first, and the one behind the last."""
-    first, stop = share(math.ceil(count / step), rank)
-    return min(first * step, count), min(stop * step, count)
 
 
 def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:
@@ -198,3 +174,38 @@ def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str],
         )
 
     return note
+
+
+def measure_importance(job: Job, run: Run) -> dict[str, NDArray[np.float32]]:
+    """Mean squared input of every linear layer in the blocks: weight name -> (columns,) float32.
+
+    An expert that saw too few tokens has that of all experts of its block, which is noted.
+    """
+    means: dict[str, NDArray[np.float32]] = {}
+    for block in walk(job, run):
+        groups = block.groups()
+        seen = {names[0]: _Squares() for names in groups}
+
+        def add(name: str, x: torch.Tensor, seen: dict[str, _Squares] = seen) -> None:
+            seen[name].add(x)
+
+        block.collect(list(seen), add, keep_outputs=True)
+        for first, *others in groups:
+            alike = [first]
+            if expert_of(first) is not None and seen[first].tokens < FEW_TOKENS:
+                alike = same_of_every_expert(first, seen)
+                block.moments.few(first)
+            sums, tokens = sum(seen[name].sums for name in alike), sum(seen[name].tokens for name in alike)
+            means |= dict.fromkeys((first, *others), torch.as_tensor(sums / tokens).float().numpy())
+    return means
+
+
+class _Squares:
+    """The sums (K,) of the squares of inputs."""
+
+    def __init__(self) -> None:
+        self.tokens, self.sums = 0, torch.zeros(())
+
+    def add(self, x: torch.Tensor) -> None:
+        self.sums = self.sums + x.to(torch.float32).square().sum(0).cpu()
+        self.tokens += len(x)

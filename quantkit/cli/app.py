@@ -23,7 +23,7 @@ from quantkit.cli.push import push
 from quantkit.cli.serving import bench, serve
 from quantkit.cli.signals import signals_that_end
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
-from quantkit.system.ranks.group import refuse_ranks, tells, told
+from quantkit.system.ranks import refuse_ranks, tells, told
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert,

@@ -24,7 +24,7 @@ from quantkit.cli.options import (
     say,
 )
 from quantkit.recipe import ConvertRecipe, ResourceSpec, Strict
-from quantkit.system.ranks.group import device_of, joined, refuse_ranks
+from quantkit.system.ranks import device_of, joined, refuse_ranks
 
 if TYPE_CHECKING:
     from quantkit.conversion.dry_run import DryRun

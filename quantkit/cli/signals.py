@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from quantkit.system.ranks.group import told
+from quantkit.system.ranks import told
 from quantkit.system.threads import in_background
 
 AGAIN = 0.02  # seconds

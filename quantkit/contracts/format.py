@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.numerics.grouped_weight import GroupedWeight
     from quantkit.numerics.normal_float import NormalFloatWeight
-    from quantkit.numerics.scaled.weight import ScaledWeight
+    from quantkit.numerics.scaled_weight import ScaledWeight
 
 Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight | ScaledWeight"  # what methods make
 Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # what formats give back

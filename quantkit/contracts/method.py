@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.format import Content, Format, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
-from quantkit.contracts.shared_writer import following, shared
+from quantkit.contracts.shared_writer import following, leading
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
 from quantkit.models.source import Source
 from quantkit.recipe import ConvertRecipe, Strict, parse
-from quantkit.system.ranks.group import leads
+from quantkit.system.ranks import Shards, joined_shards
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,7 +83,7 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BitSearch:
     """What a method chooses by long work before it writes, such as the bits of each layer.
 
     choose(job, run) gives the job with what was chosen in its plan, and keeps it among the findings, so that unfinished
@@ -108,7 +108,7 @@ class Method:
     peak_memory(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
     refuse_ranks(job) gives the reason why several processes cannot share the work; None: they can.
     bits_of(source) gives the bits that the source decides where the user does not say any; None: the default.
-    `choice` is made before `write`; None: nothing is left to be chosen after the check.
+    `bit_search` is done before `write`; None: nothing is left to be chosen after the check.
     `records` are what manifests have among the options and users cannot set: constants that decide bytes.
     """
 
@@ -130,7 +130,7 @@ class Method:
     other_kinds: Mapping[str, tuple[Content, str]] = field(default_factory=dict)
     bits_of: Callable[[Source], str | None] = lambda _source: None
     refuse_ranks: Callable[[Job], str | None] = lambda _job: "it is done by one"
-    choice: Choice | None = None
+    bit_search: BitSearch | None = None
     records: tuple[str, ...] = ()
 
     def kind_of(self, bits: str | None) -> tuple[Content, str]:
@@ -168,6 +168,9 @@ class CalibrationTokens:
 
 
 BATCH_TOKENS = 1024  # on the CPU
+FEEDBACK_RECORD = (
+    "error_feedback"  # what manifests of methods that round so, and leave no option of it, call its settings
+)
 
 
 @dataclass(frozen=True)
@@ -176,8 +179,8 @@ class Job:
 
     `options` is the method's record. `device` is torch's name of where the maths runs, `batch_tokens` of calibration
     go through a block together, activations beyond `offload_bytes` go to files, and the process may take `max_memory`
-    bytes (None: what is free). `checked` and `calibration` (of methods
-    that calibrate) are there once it was checked.
+    bytes (None: what is free). `checked` and `calibration` (of methods that calibrate) are there once it was checked.
+    `shards` are the processes that share the work.
     """
 
     source: Source
@@ -191,6 +194,7 @@ class Job:
     batch_tokens: int = BATCH_TOKENS
     checked: Checked = field(default_factory=Checked)
     calibration: CalibrationTokens | None = None
+    shards: Shards = field(default_factory=joined_shards)
 
     @property
     def bits(self) -> str:
@@ -207,11 +211,13 @@ class Job:
         """The format's writer into the run's folder; of several ranks the first one's alone writes."""
         if self.format.writer is None:
             raise UnsupportedError(f"the format {self.format.name} takes no tensors one by one")
-        return shared(self.format.writer(self.source, self.skeleton, run, layout)) if leads() else following()
+        if self.shards.rank:
+            return following(self.shards)
+        return leading(self.format.writer(self.source, self.skeleton, run, layout), self.shards)
 
-    def settled(self, run: Run) -> Job:
-        """This checked job with all that is chosen before the writing."""
-        return self if self.method.choice is None else self.method.choice.choose(self, run)
+    def with_layer_bits(self, run: Run) -> Job:
+        """This checked job with the bits of its layers, where they are chosen before the writing."""
+        return self if self.method.bit_search is None else self.method.bit_search.choose(self, run)
 
     def changed(self, **values: Any) -> Job:
         """This job with other values of some fields, and the same skeleton where that is built already."""

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from quantkit.contracts.format import TensorWriter, Written
-from quantkit.system.ranks.group import from_leader, size
+from quantkit.system.ranks import Shards
 
 if TYPE_CHECKING:
     import torch
 
     from quantkit.numerics.grouped_weight import GroupedWeight
-    from quantkit.numerics.scaled.weight import ScaledWeight
+    from quantkit.numerics.scaled_weight import ScaledWeight
 
     Values = Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class _Leading(TensorWriter):
     """The leader's: it reads finished blocks for all."""
 
-    def __init__(self, writer: TensorWriter) -> None:
+    def __init__(self, writer: TensorWriter, shards: Shards) -> None:
         super().__init__(writer.checkpoint, writer.source, writer.run)
-        self._writer = writer
+        self._writer, self._shards = writer, shards
 
     def add(self, name: str, value: Written) -> None:
         self._writer.add(name, value)
 
     def block(self, prefix: str) -> Values:
-        return from_leader(self._writer.block(prefix))
+        return self._shards.from_leader(self._writer.block(prefix))
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
         self._writer.replace_scales(name, scales)
@@ -41,8 +41,8 @@ class _Leading(TensorWriter):
 class _Following(TensorWriter):
     """Another rank's."""
 
-    def __init__(self, finished: int) -> None:
-        self._finished = finished
+    def __init__(self, shards: Shards) -> None:
+        self._shards, self._finished = shards, shards.from_leader(0)
 
     @property
     def finished(self) -> int:
@@ -52,7 +52,7 @@ class _Following(TensorWriter):
         """The leader has the same."""
 
     def block(self, _prefix: str) -> Values:
-        return from_leader({})
+        return self._shards.from_leader({})
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
         """The leader does."""
@@ -62,17 +62,17 @@ class _Following(TensorWriter):
 
 
 @contextmanager
-def shared(opened: AbstractContextManager[TensorWriter]) -> Iterator[TensorWriter]:
+def leading(opened: AbstractContextManager[TensorWriter], shards: Shards) -> Iterator[TensorWriter]:
     """The leader's writer; in a single process the `opened` one as it is."""
     with opened as writer:
-        if size() == 1:
+        if shards.size == 1:
             yield writer
             return
-        from_leader(writer.finished)
-        yield _Leading(writer)
+        shards.from_leader(writer.finished)
+        yield _Leading(writer, shards)
 
 
 @contextmanager
-def following() -> Iterator[TensorWriter]:
+def following(shards: Shards) -> Iterator[TensorWriter]:
     """What another rank has in place of the leader's writer."""
-    yield _Following(from_leader(0))
+    yield _Following(shards)

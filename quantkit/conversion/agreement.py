@@ -19,7 +19,7 @@ from quantkit.contracts.stored import open_stored
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.models.text_half import is_multimodal, stated_of
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.system.sizes import bits_per_weight
 from quantkit.untrusted import read_object, shown
 

@@ -12,7 +12,7 @@ from quantkit.contracts.method import Job, Method
 from quantkit.contracts.registry import find_format, methods
 from quantkit.errors import QuantkitError
 from quantkit.models.config import torch_left_out
-from quantkit.system.ranks.group import without_ranks
+from quantkit.system.ranks import without_ranks
 
 ASK = """import sys
 from quantkit.conversion.alternatives import hint

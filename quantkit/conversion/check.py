@@ -27,7 +27,6 @@ from quantkit.models.source import Source
 from quantkit.recipe import AUTO, ConvertRecipe, ResourceSpec
 from quantkit.system.device import CPU, device_memory, find_device
 from quantkit.system.files import safe_name
-from quantkit.system.ranks.group import size
 from quantkit.untrusted import read_object, shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
@@ -134,7 +133,7 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
         notes = (*job.checked.notes, *context_notes(recipe.calibration, config))
         tokens = draw_tokens(job.source.tokenizer(), recipe.calibration, recipe.seed, config)
         job = job.changed(calibration=tokens, checked=replace(job.checked, notes=notes))
-        _refuse_many_ranks(*tokens.ids.shape)
+        _refuse_many_ranks(job.shards.size, *tokens.ids.shape)
     job, forecast = fit_memory(job)
     if forecast is not None and forecast.offloaded:
         disk_bytes += forecast.offloaded
@@ -144,25 +143,25 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
 
 def _refuse_ranks(job: Job) -> None:
     """Raise RecipeError where several processes cannot share the work of the method."""
-    reason = job.method.refuse_ranks(job) if size() > 1 else None
+    reason = job.method.refuse_ranks(job) if job.shards.size > 1 else None
     if reason is not None:
         raise RecipeError(
-            f"{size()} processes cannot share what the method {job.method.name} does: {reason}. Start one, without "
-            "torchrun; gptq and awq can be shared."
+            f"{job.shards.size} processes cannot share what the method {job.method.name} does: {reason}. Start one, "
+            "without torchrun; gptq and awq can be shared."
         )
 
 
-def _refuse_many_ranks(sequences: int, length: int) -> None:
+def _refuse_many_ranks(processes: int, sequences: int, length: int) -> None:
     """Raise RecipeError where some of several processes would get no calibration sequences."""
-    if size() == 1:
+    if processes == 1:
         return
-    from quantkit.calibration.block import batch_size
+    from quantkit.calibration.walk import batch_size
 
     batches = -(-sequences // batch_size(length))
-    if batches < size():
+    if batches < processes:
         raise RecipeError(
             f"{sequences} calibration sequences of {length} tokens go through the model in {batches} batches, which "
-            f"{size()} processes cannot share. Start at most {batches}, or give more sequences."
+            f"{processes} processes cannot share. Start at most {batches}, or give more sequences."
         )
 
 

@@ -26,7 +26,6 @@ from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse,
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
 from quantkit.system.device import described
 from quantkit.system.files import replace_text
-from quantkit.system.ranks.group import from_leader, place, size
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import parse_json, shown, told
 
@@ -90,7 +89,7 @@ def run(ready: ReadyJob, progress: Progress | None = None) -> Artifact:
     values = fingerprint(job)
     with staged(ready.out, ready.force, values, progress.say) as folder:
         unfinished = not (folder / MANIFEST).is_file()
-        from_leader((values, unfinished))
+        job.shards.from_leader((values, unfinished))
         if unfinished:
             _make(job, folder, progress)
     return open_artifact(ready.out)
@@ -102,19 +101,19 @@ def follow(ready: ReadyJob) -> None:
     Raises RecipeError where it is not the same conversion, RankError where the leader ends.
     """
     own: dict[str, Any] = fingerprint(ready.job)
-    leaders, unfinished = from_leader((own, False))
+    leaders, unfinished = ready.job.shards.from_leader((own, False))
     differing = [key for key in {**own, **leaders} if own.get(key) != leaders.get(key) and key not in OF_A_RANK]
     if differing:
         raise RecipeError(
-            f"process {place().rank} has another conversion than the first one: differing in {', '.join(differing)}. "
-            "Start all with the same command, code and files."
+            f"process {ready.job.shards.rank} has another conversion than the first one: differing in "
+            f"{', '.join(differing)}. Start all with the same command, code and files."
         )
     if unfinished:
         parent = ready.out.absolute().parent
         parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(parent) as folder:
             ours = Run(folder)
-            ready.job.method.write(ready.job.settled(ours), ours)
+            ready.job.method.write(ready.job.with_layer_bits(ours), ours)
 
 
 def import_gguf(
@@ -154,10 +153,10 @@ def _make(job: Job, folder: Path, progress: Progress) -> None:
             refuse_non_finite(job.source, advance)
     job.source.copy_side_files(folder)  # first, so that a method may mend one of them
     current = Run(folder, progress, findings or Findings())
-    if size() > 1:
-        current.findings.note(f"{size()} processes shared the work; bytes depend on their number", "processes")
+    if job.shards.size > 1:
+        current.findings.note(f"{job.shards.size} processes shared the work; bytes depend on their number", "processes")
     try:
-        job = job.settled(current)
+        job = job.with_layer_bits(current)
         job.method.write(job, current)
     except ValuesError:
         raise

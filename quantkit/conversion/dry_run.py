@@ -62,10 +62,10 @@ def _measure(job: Job) -> tuple[float, float]:
         job.source.copy_side_files(folder)
         run = Run(folder)
         before, work = 0.0, 0.0
-        if job.method.choice is not None:
-            settled: list[Job] = []
-            before, work = _trial(run, lambda: settled.append(job.settled(run)))
-            job = settled[0] if settled else job
+        if job.method.bit_search is not None:
+            chosen: list[Job] = []
+            before, work = _trial(run, lambda: chosen.append(job.with_layer_bits(run)))
+            job = chosen[0] if chosen else job
         further = _trial(run, lambda: job.method.write(job, run))
         return before + further[0], work + further[1]
 

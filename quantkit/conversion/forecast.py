@@ -137,8 +137,8 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
     if shapes.reading or shapes.reading_outside:
         phases["making a tensor of the source"] = max(shapes.reading_outside, activations + block + shapes.reading)
     phases |= peak.further
-    if job.method.choice is not None:
-        phases |= job.method.choice.memory(job, shapes)
+    if job.method.bit_search is not None:
+        phases |= job.method.bit_search.memory(job, shapes)
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if peak.streams else LOADED)
     return Forecast(process, phases, streams - activations + suspended - waiting, on_device)
 

@@ -15,7 +15,6 @@ from quantkit.models.source import Source
 from quantkit.recipe import ConvertRecipe
 from quantkit.system.device import CPU, described
 from quantkit.system.files import sha256_of
-from quantkit.system.ranks.group import size
 from quantkit.system.sizes import bits_per_weight
 
 PACKAGE = Path(quantkit.__file__).parent
@@ -42,8 +41,8 @@ def fingerprint(job: Job) -> dict[str, Any]:
         values["batch_tokens"] = job.batch_tokens
         values["threads"] = torch.get_num_threads()
         values["processor"] = torch.backends.cpu.get_cpu_capability()
-        if size() > 1:
-            values["processes"] = size()
+        if job.shards.size > 1:
+            values["processes"] = job.shards.size
     return values
 
 

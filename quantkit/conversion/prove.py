@@ -19,7 +19,7 @@ from quantkit.conversion.agreement import open_format, parameters_of, refuse_dis
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.progress import Progress
 from quantkit.system.memory import trim_heap
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import product
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 
 EVALUATED_ROWS = 8  # at most, on the kernel
 GENERATED_ROWS = 64

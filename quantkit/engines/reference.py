@@ -44,7 +44,7 @@ from quantkit.models.source import Source
 from quantkit.models.unfuse import cut
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import products_everywhere
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.system.device import find_device
 from quantkit.system.memory import trim_heap
 from quantkit.untrusted import told

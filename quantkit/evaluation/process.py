@@ -23,7 +23,7 @@ from quantkit.recipe import MOST_TOKENS, EvaluationSpec, Frozen, ModelRef, Stric
 from quantkit.report.records import Measurement
 from quantkit.system import forking
 from quantkit.system.interpreter import lent_code
-from quantkit.system.ranks.group import without_ranks
+from quantkit.system.ranks import without_ranks
 from quantkit.untrusted import shown, told
 
 # What OpenMP, OpenBLAS and MKL start with; the user's own would hold for one of them otherwise.

@@ -29,7 +29,7 @@ from quantkit.models.source import Source
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.normal_float import NormalFloatWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 
 AGAIN = "Convert again with --force."
 PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time

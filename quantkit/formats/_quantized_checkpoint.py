@@ -25,7 +25,7 @@ from quantkit.formats._quantization_config import FILES, KEYS, source_quantizati
 from quantkit.formats.float import Checkpoint, read_folder
 from quantkit.models.text_half import config_of, prefixes_of
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.untrusted import shown
 
 AGAIN = re.compile(r"(Convert again( with --force)?|Fetch the checkpoint again)\.")

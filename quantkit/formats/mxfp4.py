@@ -21,7 +21,7 @@ from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
 from quantkit.formats._layers import RowsReader
 from quantkit.formats._quantization_config import recognizes
-from quantkit.numerics.scaled.weight import E2M1_CODES, E8M0_BIAS
+from quantkit.numerics.scaled_weight import E2M1_CODES, E8M0_BIAS
 
 AGAIN = "Fetch the checkpoint again."
 BLOCKS, SCALES = "_blocks", "_scales"

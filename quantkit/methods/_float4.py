@@ -11,9 +11,9 @@ from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Checked
 from quantkit.errors import RecipeError
-from quantkit.methods._budget.layer_bits import BitsByLayer
+from quantkit.methods._layer_bits import BitsByLayer
 from quantkit.models.skeleton import load
-from quantkit.numerics.scaled.fit import FLOAT4_GROUPS, Float4, divisor_of
+from quantkit.numerics.scaled_rounding import FLOAT4_GROUPS, Float4, divisor_of
 
 BITS = tuple(FLOAT4_GROUPS)
 OTHER_KINDS = {

@@ -9,54 +9,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
 from pydantic import Field
 
-from quantkit.calibration.block import Block, LinearGroup
+from quantkit.calibration.block import Block
 from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
+from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import FEEDBACK_RECORD, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
-from quantkit.methods import gptq
-from quantkit.methods._budget.choice import CHOICE
-from quantkit.methods._budget.layer_bits import KIND, BitsByLayer, base_bits, check_bits
-from quantkit.methods._budget.targets import AUTO
-from quantkit.methods._row_shares import in_shares
+from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
+from quantkit.methods._targets import AUTO
+from quantkit.methods.gptq import Solver, in_shares, quantize_each, streams
 from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
 from quantkit.models.skeleton import load
 from quantkit.models.unfuse import expert_of
 from quantkit.numerics.casting import cast_finite
-from quantkit.numerics.error_feedback import Feedback
-from quantkit.numerics.grid import Grid, fit_grid, on_grid, round_to_grid
+from quantkit.numerics.error_feedback import Feedback, FeedbackSettings
+from quantkit.numerics.grid import Grid, round_to_grid, round_to_nearest
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import product_in, quick
-from quantkit.numerics.scale_refit import PartedHessian, Refit, Rounded
-from quantkit.system.ranks.group import place, sum_over
+from quantkit.numerics.scale_refit import PartedHessian, Refit, RoundedLayer
+from quantkit.system.ranks import ALONE, Shards
 
 BITS = 4
 PANEL = 512  # columns of one product of a trial's loss
 COARSE = 4  # exponents from one trial to the next, before those between are tried
 SAMPLED_ROWS = 256  # of the layers that share their scales, spread evenly, in the trials
+# Of rounding with error feedback, which has more settings than AWQ has options.
+FEEDBACK = FeedbackSettings(damp_percent=0.01, shrinkage=0.5, gptaq_share=0.25, ample_tokens=80)
 
 
-class Options(Learned, BitsByLayer):
+class Options(Learned, GroupedOptions):
     """Options of AWQ."""
 
-    group_size: int | Literal["auto"] = Field(
-        "auto",
-        description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
-    )
     sym: bool = Field(False, description="symmetric grid, without zero points")
-    head_bits: Literal[4, 8] | None = Field(
-        None, description="bits of an output head that is not tied to the embedding; without it the head has 16"
-    )
     apply_clip: bool = Field(True, description="search a clipped range for each group")
     rounding: Literal["nearest", "gptq"] = Field(
         "nearest", description="how to round the scaled weights: to the nearest code, or with GPTQ's error feedback"
@@ -66,6 +60,32 @@ class Options(Learned, BitsByLayer):
         2, ge=1, le=16, description="roundings; each but the first with the scales refitted to the codes before it"
     )
     n_grid: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
+
+    @property
+    def feedback(self) -> FeedbackSettings | None:
+        if self.rounding != "gptq":
+            return None
+        return replace(FEEDBACK, sym=self.sym, scale_search=self.apply_clip, refit=self.refit, rounds=self.rounds)
+
+
+@dataclass(frozen=True)
+class PlainRounding:
+    """Rounding (N, K) float32 to the nearest code of grids of so many bits, with zero points of `least_zero` or more.
+
+    With `clip`, each group's range is clipped where that pays.
+    """
+
+    group_size: int
+    symmetric: bool = False
+    bits: int = BITS
+    least_zero: int = 0
+    clip: bool = False
+
+    def round(self, weight: torch.Tensor, importance: torch.Tensor, quick: bool = False) -> GroupedWeight:
+        """`weight` rounded; `importance` (K,) weighs errors in a search for ranges, `quick` as of `fit_grid`."""
+        search = {"importance": importance, "search": True, "quick": quick} if self.clip else {}
+        grids = {"symmetric": self.symmetric, "least_zero": self.least_zero}
+        return round_to_nearest(weight, self.group_size, self.bits, **grids, **search)
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
@@ -96,21 +116,17 @@ def repeat_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tenso
 def search_scale(
     weights: list[torch.Tensor],
     hessian: torch.Tensor,
-    group_size: int,
+    rounding: PlainRounding,
     points: int,
     heads: tuple[int, int],
-    symmetric: bool = False,
-    bits: int = BITS,
-    clip: bool = False,
+    shards: Shards = ALONE,
 ) -> torch.Tensor:
-    """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after rounding.
+    """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after `rounding`.
 
-    With `clip` the rounding of a trial clips the groups' ranges, after a quick search. `hessian` is that of
-    `output_error`.
-
-    Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for `points` a in (0, 1], of which every
-    COARSE-th comes first and then those around the best. `heads` (query, key-value) keeps the scales of query heads
-    that read one value head equal; (1, 1) where channels are free. Each of several ranks makes its share of the trials.
+    `hessian` is that of `output_error`. Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for `points` a
+    in (0, 1], of which every COARSE-th comes first and then those around the best. `heads` (query, key-value) keeps the
+    scales of query heads that read one value head equal; (1, 1) where channels are free. Each of several processes
+    makes its share of the trials.
     """
     diagonal = hessian if hessian.ndim == 1 else torch.diagonal(hessian)
     rms = diagonal.clamp(min=0).sqrt()
@@ -124,25 +140,25 @@ def search_scale(
 
     def trial(by_size: bool, point: int) -> torch.Tensor:
         a = point / points
-        return _centred(rms**a / size ** (1 - a) if by_size else rms**a)
+        scale = rms**a / size ** (1 - a) if by_size else rms**a
+        return scale / (scale.max() * scale.min()).sqrt()
 
     def loss(scale: torch.Tensor) -> torch.Tensor:
-        importance = diagonal / scale.square() if clip else None
+        importance = diagonal / scale.square()
         total = torch.zeros((), dtype=torch.float64, device=rms.device)
         for weight in weights:
-            layer = round_plainly(weight * scale, group_size, importance, 0, symmetric, bits, quick=True)
+            layer = rounding.round(weight * scale, importance, quick=True)
             total += output_error(layer.dense() / scale - weight, near)
         return total
 
     errors: dict[tuple[bool, int], float] = {}
 
     def best_of(kinds: tuple[bool, ...], exponents: Iterable[int]) -> tuple[bool, int]:
-        """The best trial of all so far and of these."""
         more = [(kind, a) for a in exponents for kind in kinds if (kind, a) not in errors]
         found = torch.zeros(len(more), dtype=torch.float64, device=rms.device)
-        for number in range(place().rank, len(more), place().size):
+        for number in range(shards.rank, len(more), shards.size):
             found[number] = loss(trial(*more[number]))
-        sum_over(found)
+        shards.sum(found)
         errors.update(zip(more, found.tolist(), strict=True))
         # Where no trial has a finite error, the first is as good as any.
         return min(errors, key=lambda each: errors[each] if math.isfinite(errors[each]) else math.inf)
@@ -153,59 +169,27 @@ def search_scale(
     return trial(*best_of(kinds, range(max(1, point - COARSE + 1), min(points, point + COARSE))))
 
 
-def _centred(trial: torch.Tensor) -> torch.Tensor:
-    return trial / (trial.max() * trial.min()).sqrt()
-
-
-def round_plainly(
-    weight: torch.Tensor,
-    group_size: int,
-    importance: torch.Tensor | None = None,
-    least_zero: int = 0,
-    symmetric: bool = False,
-    bits: int = BITS,
-    quick: bool = False,
-) -> GroupedWeight:
-    """Round (N, K) to a grid of so many bits with zero points of `least_zero` or more, or in the middle.
-
-    With `importance` (K,), each group's range is clipped where that pays; `quick` as of `fit_grid`.
-    """
-    grid = fit_grid(
-        weight,
-        group_size,
-        bits,
-        symmetric=symmetric,
-        importance=importance,
-        search=importance is not None,
-        quick=quick,
-        least_zero=least_zero,
-    )
-    return on_grid(weight, grid, group_size)
-
-
 def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:
-    """`layer`, which (N, K) float32 was rounded to, with scales fitted to the outputs; then rounded by them anew."""
+    """`layer`, which (N, K) float32 was rounded to, with scales fitted to the outputs; then rounded by them again."""
 
-    def anew(fitted: GroupedWeight) -> Rounded:
+    def requantize(fitted: GroupedWeight) -> RoundedLayer:
         grid = Grid(fitted.scales, fitted.zeros, fitted.bits)
         codes = round_to_grid(weight, grid, weight.shape[1] // fitted.scales.shape[1])
         return replace(fitted, codes=codes), None
 
-    return Refit(weight, hessian).rounds((layer, None), rounds, anew)
-
-
-def _columns_of_group(job: Job, columns: int) -> int:
-    size = job.checked.plan.group_size
-    return columns if size == -1 else int(size)
+    return Refit(weight, hessian).rounds((layer, None), rounds, requantize)
 
 
 def _check(job: Job) -> Checked:
-    if job.options.refine:
-        refuse_few_sequences(job.recipe.calibration.sequences, job.recipe.calibration.length)
-    layout = Layout(base_bits(job), job.options.group_size, job.options.sym, head_bits=job.options.head_bits)
+    options: Options = job.options
+    if options.refine:
+        refuse_few_sequences(job)
+    layout = Layout(base_bits(job), options.group_size, options.sym, head_bits=options.head_bits)
     checked = check_bits(job, layout)
+    record = {} if options.feedback is None else {FEEDBACK_RECORD: asdict(options.feedback)}
     scalings = provable_scalings(job.skeleton, job.source.config)
-    return replace(checked, notes=(*checked.notes, *_unscaled_notes(job, scalings)))
+    notes = (*checked.notes, *_unscaled_notes(job, scalings))
+    return replace(checked, options={**checked.options, **record}, notes=notes)
 
 
 def _unscaled_notes(job: Job, scalings: list[list[Scaling]]) -> tuple[str, ...]:
@@ -232,14 +216,14 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     work = squares + 4 * shapes.block_parameters + 10 * 4 * shapes.largest_layer
     if job.options.tuned:
         work = max(work, tuning_bytes(shapes))
-    return PeakMemory(gptq.streams(job, shapes, _exact_share(job.options)), with_feedback, work)
+    return PeakMemory(streams(job, shapes, _exact_share(job.options)), with_feedback, work)
 
 
 def _exact_share(options: Options) -> float:
     """The share of the calibration sequences that also go through the unquantized model."""
     if options.refine:
         return 1.0
-    return gptq.exact_share(gptq.Options()) if options.rounding == "gptq" else 0.0
+    return 0.0 if options.feedback is None else options.feedback.gptaq_share
 
 
 def _searched_sequences(job: Job, block: Block) -> int | None:
@@ -248,23 +232,19 @@ def _searched_sequences(job: Job, block: Block) -> int | None:
     Error feedback has its own, and scales need no more of them than it needs for the errors of earlier layers. All
     are taken of experts, too, each of which sees a few tokens.
     """
-    if job.options.rounding != "gptq" or any(expert_of(name) is not None for name in block.linears):
+    if job.options.feedback is None or any(expert_of(name) is not None for name in block.linears):
         return None
     sequences, length, _ = block.inputs.shape
     widest = max(layer.in_features for layer in block.linears.values())
-    return exact_sequences(gptq.Options().gptaq_share, sequences, length, widest)
+    return exact_sequences(job.options.feedback.gptaq_share, sequences, length, widest)
 
 
 def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
     """The Hessian of layers that share their scale: experts weigh by the tokens that they saw."""
-    first, *others = hessians
-    if not others:
-        return hessians[first]
+    if len(hessians) == 1:
+        return next(iter(hessians.values()))
     total = sum(tokens[name] for name in hessians)
-    mean = hessians[first] * (tokens[first] / total)
-    for name in others:
-        mean += hessians[name] * (tokens[name] / total)
-    return mean
+    return sum((hessian * (tokens[name] / total) for name, hessian in hessians.items()), start=torch.zeros(()))
 
 
 def _scale_block(
@@ -275,23 +255,20 @@ def _scale_block(
     hessians: dict[str, torch.Tensor],
 ) -> None:
     """Scale the block's weights in `values` (float32, by full name) and the Hessians of their inputs to match."""
+    options, plan = job.options, job.checked.plan
     for scaling in scalings:
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
         heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config.get_text_config())
         seen = {name: hessians[name] for name in names if name in hessians}
-        mean = _mean_hessian(seen, block.tokens)
-        scale = search_scale(
-            [values[name] for name in names],
-            # With error feedback, columns that are still to come take over most of a column's error, and the moments
-            # are not needed any more.
-            Feedback(mean).costs if job.options.rounding == "gptq" else mean,
-            _columns_of_group(job, values[names[0]].shape[1]),
-            job.options.n_grid,
-            heads,
-            job.options.sym,
-            job.checked.plan.bits_of(names[0]),
-            job.options.apply_clip,
-        )
+        mean = _mean_hessian(seen, block.moments.tokens)
+        # With error feedback, columns that are still to come take over most of a column's error, and the moments are
+        # not needed any more.
+        costs = mean
+        if options.feedback is not None:
+            costs = Feedback(mean, shrinkage=FEEDBACK.shrinkage, damp_percent=FEEDBACK.damp_percent).costs
+        rounding = PlainRounding(plan.group_size, options.sym, plan.bits_of(names[0]), clip=options.apply_clip)
+        weights = [values[name] for name in names]
+        scale = search_scale(weights, costs, rounding, options.n_grid, heads, job.shards)
         for hessian in seen.values():
             hessian /= scale[:, None] * scale[None, :]
         block.input_scales |= dict.fromkeys(names, scale)
@@ -302,37 +279,27 @@ def _quantize_group(
     job: Job, block: Block, values: dict[str, torch.Tensor], layers: dict[str, GroupedWeight], group: LinearGroup
 ) -> None:
     """Round linear layers with the same inputs: plainly within clipped ranges, or with GPTQ's error feedback."""
-    size = _columns_of_group(job, values[group.names[0]].shape[1])
-    bits = job.checked.plan.bits_of(group.names[0])  # those of all that share their inputs
-    options: Options = job.options
-    if options.rounding == "gptq":
-        rounding = gptq.Options(
-            group_size=size,
-            sym=options.sym,
-            scale_search=options.apply_clip,
-            refit=options.refit,
-            rounds=options.rounds,
-        )
+    options, plan = job.options, job.checked.plan
+    bits = plan.bits_of(group.names[0])  # those of all that share their inputs
+    if options.feedback is not None:
         rows = sum(len(values[name]) for name in group.names)
-        solver = gptq.Solver(group.hessian, bits, size, rounding, group.cross, group.paired, rows)
+        solver = Solver(group, bits, plan.group_size, options.feedback, rows, job.shards)
         sizes = {name: values[name].numel() for name in group.names}
-        layers |= gptq.quantize_each(in_shares(solver.quantize), sizes, values.pop, block.device)
+        layers |= quantize_each(in_shares(solver.quantize, job.shards), sizes, values.pop, block.device)
     else:
-        importance = torch.diagonal(group.hessian) if options.apply_clip else None
-        plan = job.checked.plan
+        rounding = PlainRounding(plan.group_size, plan.symmetric, bits, plan.least_zero, options.apply_clip)
         parted = PartedHessian(group.hessian) if options.refit else None
 
         def rounded(weight: torch.Tensor) -> GroupedWeight:
-            layer = round_plainly(weight, size, importance, plan.least_zero, plan.symmetric, bits)
+            layer = rounding.round(weight, torch.diagonal(group.hessian))
             return layer if parted is None else refitted(weight, parted, layer, options.rounds)
 
-        layers |= {name: in_shares(rounded)(values.pop(name)) for name in group.names}
+        layers |= {name: in_shares(rounded, job.shards)(values.pop(name)) for name in group.names}
     for name in group.names:
         block.replace(name, layers[name].dense())
 
 
 def _write(job: Job, run: Run) -> None:
-    """Scale and quantize block by block."""
     options: Options = job.options
     scalings = provable_scalings(job.skeleton, job.source.config)
     with job.open_writer(run, job.checked.plan) as writer:
@@ -340,7 +307,7 @@ def _write(job: Job, run: Run) -> None:
             job,
             run,
             exact=_exact_share(options),
-            ample=0 if options.refine else gptq.Options().ample_tokens,
+            ample=0 if options.refine else FEEDBACK.ample_tokens,
             restore=partial(finished_block, writer),
             then=partial(tune_scales, job, run, writer, options.tune_steps) if options.tuned else None,
         ):
@@ -357,7 +324,7 @@ def _write(job: Job, run: Run) -> None:
                 block.replace(name, values[name])
             scaled = {name: values[name] for names in groups for name in names}
             layers: dict[str, GroupedWeight] = {}
-            if options.rounding == "gptq":
+            if options.feedback is not None:
                 hessians.clear()
                 quantize = partial(_quantize_group, job, block, values, layers)
                 block.for_each_group(quantize, keep_outputs=not options.learned)
@@ -388,6 +355,7 @@ METHOD = Method(
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
     other_kinds=KIND | dict.fromkeys(("2", "3", "8"), KIND[AUTO]),  # its own format holds 4 bits
-    choice=CHOICE,
-    refuse_ranks=gptq.refuse_ranks,
+    bit_search=BIT_SEARCH,
+    refuse_ranks=lambda _job: None,
+    records=(FEEDBACK_RECORD,),
 )

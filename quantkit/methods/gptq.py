@@ -9,51 +9,43 @@ Grids are of whole numbers, or of 4-bit floats: NVFP4, and MXFP4 of the OCP Micr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field
 
-from quantkit.calibration.block import Block, LinearGroup
+from quantkit.calibration.block import Block
 from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
+from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
-from quantkit.methods._budget.choice import CHOICE
-from quantkit.methods._budget.layer_bits import KIND, BitsByLayer, base_bits, check_bits
-from quantkit.methods._budget.targets import AUTO
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
-from quantkit.methods._row_shares import in_shares, ways
+from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
+from quantkit.methods._targets import AUTO
 from quantkit.models.skeleton import load
-from quantkit.numerics.error_feedback import Feedback, Made, round_columns
+from quantkit.numerics.error_feedback import Feedback, FeedbackSettings, RoundingErrors, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import PartedHessian, Refit, Rounded
-from quantkit.numerics.scaled.feedback import float4_with_feedback
-from quantkit.numerics.scaled.fit import Float4
-from quantkit.numerics.scaled.weight import ScaledWeight
-from quantkit.numerics.slabs import elements_together, rows_together
+from quantkit.numerics.matmul import elements_together, rows_together
+from quantkit.numerics.scale_refit import PartedHessian, Refit, RoundedLayer
+from quantkit.numerics.scaled_rounding import Float4, float4_with_feedback
+from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.system.ranks import ALONE, Shards
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
 
 
-class Options(Learned, BitsByLayer):
+class Options(Learned, GroupedOptions):
     """Options of GPTQ."""
 
-    group_size: int | Literal["auto"] = Field(
-        "auto",
-        description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
-    )
     sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
-    head_bits: Literal[4, 8] | None = Field(
-        None, description="bits of an output head that is not tied to the embedding; without it the head has 16"
-    )
     desc_act: bool = Field(False, description="form groups along the activation order (g_idx); vLLM refuses it")
     static_groups: bool = Field(
         True, description="fix all scales first and take columns by importance while groups stay contiguous"
@@ -78,42 +70,43 @@ class Options(Learned, BitsByLayer):
     )
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
 
+    @property
+    def feedback(self) -> FeedbackSettings:
+        return FeedbackSettings(**{field.name: getattr(self, field.name) for field in fields(FeedbackSettings)})
+
 
 class Solver:
-    """Quantizes weights that share their inputs, with H = E[x x^T] (K, K) float32.
+    """Quantizes weights of linear layers that get the same input, whose moments (K, K) are taken over and changed.
 
-    group_size is in columns, or -1 for the whole row. With `cross` = E[(exact - x) x^T] (K, K) float32 the outputs
-    come near those of the exact inputs, so that errors of earlier layers are made good; `paired` is E[x x^T] over the
-    inputs of `cross`, where those are not all. The moments are taken over and changed. `rows` is how many the weights
-    have together.
+    `group_size` is in columns, or -1 for the whole row. With the cross moment the outputs come near those of the exact
+    inputs, so that errors of earlier layers are made good. `rows` is how many the weights have together.
     """
 
     def __init__(
         self,
-        hessian: torch.Tensor,
+        group: LinearGroup,
         bits: int,
         group_size: int,
-        options: Options,
-        cross: torch.Tensor | None = None,
-        paired: torch.Tensor | None = None,
+        settings: FeedbackSettings,
         rows: int | None = None,
+        shards: Shards = ALONE,
     ) -> None:
-        columns = len(hessian)
-        self.bits, self.options = bits, options
+        columns = len(group.hessian)
+        self.bits, self.settings = bits, settings
         self.group = columns if group_size == -1 else group_size
         self.moments = Feedback(
-            hessian,
-            cross,
-            paired,
-            by_importance=options.desc_act or (options.static_groups and self.group < columns),
-            shrinkage=options.shrinkage,
-            damp_percent=options.damp_percent,
-            ways=ways(),
+            group.hessian,
+            group.cross,
+            group.paired,
+            by_importance=settings.desc_act or (settings.static_groups and self.group < columns),
+            shrinkage=settings.shrinkage,
+            damp_percent=settings.damp_percent,
+            by_rows=shards.by_rows,
             rows=rows,
         )
-        self.natural = torch.arange(columns, device=hessian.device)
+        self.natural = torch.arange(columns, device=group.hessian.device)
         self.g_idx = self.natural // self.group
-        if options.desc_act:
+        if settings.desc_act:
             self.g_idx = torch.empty_like(self.natural)
             self.g_idx[self.moments.order] = self.natural // self.group
         self._parted: PartedHessian | None = None  # of all rows
@@ -130,9 +123,9 @@ class Solver:
             part,
             min(self.group, part.shape[1]),
             self.bits,
-            symmetric=self.options.sym,
+            symmetric=self.settings.sym,
             importance=weights + 1e-6 * weights.mean() + 1e-30,
-            search=self.options.scale_search,
+            search=self.settings.scale_search,
             least_zero=1,
         )
 
@@ -148,27 +141,25 @@ class Solver:
             grid, g = self._fit(ahead.T, members), int(self.g_idx[members[0]])
             scales[g], zeros[g] = grid.scales[:, 0].to(torch.float32), grid.zeros[:, 0].to(torch.float32)
 
-        fixed = self.options.static_groups or group == columns
+        fixed = self.settings.static_groups or group == columns
         if fixed:
             # Regroup so that each group's columns lie side by side, whichever order the format keeps.
-            if self.options.desc_act:
-                grid = self._fit(weight.index_select(1, order), order)
-            else:
-                grid = self._fit(weight, self.natural)
+            members = order if self.settings.desc_act else self.natural
+            grid = self._fit(weight.index_select(1, order) if self.settings.desc_act else weight, members)
             scales, zeros = grid.scales.to(torch.float32).T.contiguous(), grid.zeros.to(torch.float32).T.contiguous()
         ahead = weight.index_select(1, order).T.contiguous()
         layer = self._rounded(ahead, scales, zeros, *(() if fixed else (fit, group)))
-        if not self.options.refit:
+        if not self.settings.refit:
             return layer[0]
         if self._parted is None:
             self._parted = PartedHessian(self.moments.hessian, layer[0].beside())
         refit = Refit(weight, self._parted)
         del weight
 
-        def anew(fitted: GroupedWeight) -> Rounded:
+        def requantize(fitted: GroupedWeight) -> RoundedLayer:
             return self._rounded(ahead, fitted.scales.to(torch.float32).T.contiguous(), zeros)
 
-        return refit.rounds(layer, self.options.rounds, anew)
+        return refit.rounds(layer, self.settings.rounds, requantize)
 
     def _rounded(
         self,
@@ -177,18 +168,35 @@ class Solver:
         zeros: torch.Tensor,
         fit: Callable[[int, torch.Tensor], None] | None = None,
         group: int = 1,
-    ) -> Rounded:
+    ) -> RoundedLayer:
         """Round the weight transposed, in the order of rounding, (K, N) float32, by scales and zeros (G, N) float32."""
         moments, order, top = self.moments, self.moments.order, (1 << self.bits) - 1
         codes = torch.empty(ahead.shape, dtype=torch.uint8, device=ahead.device)
-        made = Made(ahead) if self.options.refit else None
+        errors = RoundingErrors(ahead) if self.settings.refit else None
         groups = self.g_idx[order]
-        codes[order] = round_columns(ahead, moments.factor, scales, zeros, groups, top, fit, group, made=made)
+        codes[order] = round_columns(ahead, moments.factor, scales, zeros, groups, top, fit, group, record=errors)
         layer = GroupedWeight(
             codes.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), self.g_idx, self.bits
         )
         del codes
-        return layer, None if made is None else moments.slopes(made)
+        return layer, None if errors is None else moments.slopes(errors)
+
+
+def in_shares(
+    quantize: Callable[[torch.Tensor], GroupedWeight], shards: Shards
+) -> Callable[[torch.Tensor], GroupedWeight]:
+    """`quantize` for weights (N, K) that all processes have: each rounds its share of the rows, and gets all."""
+
+    def shared(weight: torch.Tensor) -> GroupedWeight:
+        rows = len(weight)
+        if rows < shards.size or shards.size == 1:
+            return quantize(weight)
+        start, stop = shards.rows(rows)
+        part = quantize(weight[start:stop])
+        codes, scales, zeros = (shards.joined_rows(values, rows) for values in (part.codes, part.scales, part.zeros))
+        return replace(part, codes=codes, scales=scales, zeros=zeros)
+
+    return shared
 
 
 Layer = TypeVar("Layer", GroupedWeight, ScaledWeight)
@@ -235,7 +243,7 @@ def _check(job: Job) -> Checked:
     if job.bits in FLOAT4:
         return check_float4(job)
     if job.options.refine:
-        refuse_few_sequences(job.recipe.calibration.sequences, job.recipe.calibration.length)
+        refuse_few_sequences(job)
     return check_bits(job, _layout(job))
 
 
@@ -281,23 +289,6 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     return PeakMemory(streams(job, shapes, exact_share(options)), options.true_sequential, work)
 
 
-def _quantizer(
-    job: Job, group: LinearGroup, rows: int, float4: Float4 | None
-) -> Callable[[torch.Tensor], GroupedWeight] | Callable[[torch.Tensor], ScaledWeight]:
-    """What quantizes weights (N, K) float32 of layers that share their inputs and have `rows` together."""
-    options: Options = job.options
-    moments = (group.cross, group.paired) if options.gptaq else (None, None)
-    if float4 is None:
-        layout: Layout = job.checked.plan
-        bits = layout.bits_of(group.names[0])  # those of all that share their inputs
-        solver = Solver(group.hessian, bits, int(layout.group_size), options, *moments, rows)
-        return in_shares(solver.quantize)
-    feedback = Feedback(
-        group.hessian, *moments, shrinkage=options.shrinkage, damp_percent=options.damp_percent, rows=rows
-    )
-    return lambda weight: float4_with_feedback(weight, feedback, float4, search=options.scale_search)
-
-
 def _quantize_group(
     job: Job,
     block: Block,
@@ -306,8 +297,22 @@ def _quantize_group(
     group: LinearGroup,
 ) -> None:
     """Quantize linear layers that share their Hessian; put them into the block and into `layers`."""
+    options: Options = job.options
     rows = sum(block.linears[name].out_features for name in group.names)
-    quantize: Any = _quantizer(job, group, rows, float4)
+    if not options.gptaq:
+        group = replace(group, cross=None, paired=None)
+    quantize: Any
+    if float4 is None:
+        layout: Layout = job.checked.plan
+        bits = layout.bits_of(group.names[0])  # those of all that share their inputs
+        solver = Solver(group, bits, int(layout.group_size), options.feedback, rows, job.shards)
+        quantize = in_shares(solver.quantize, job.shards)
+    else:
+        moments = Feedback(
+            group.hessian, group.cross, group.paired,
+            shrinkage=options.shrinkage, damp_percent=options.damp_percent, rows=rows,
+        )  # fmt: skip
+        quantize = partial(float4_with_feedback, moments=moments, grid=float4, search=options.scale_search)
     sizes = {name: block.linears[name].weight.numel() for name in group.names}
 
     def weight(name: str) -> torch.Tensor:
@@ -316,10 +321,6 @@ def _quantize_group(
     for name, layer in quantize_each(quantize, sizes, weight, block.device):
         layers[name] = layer
         block.replace(name, layer.dense())
-
-
-def _float4_of(job: Job, block: Block) -> Float4 | None:
-    return grid_of(job, block.linears) if job.bits in FLOAT4 else None
 
 
 def _write(job: Job, run: Run) -> None:
@@ -334,7 +335,8 @@ def _write(job: Job, run: Run) -> None:
             then=partial(tune_scales, job, run, writer, options.tune_steps) if options.tuned else None,
         ):
             layers: dict[str, Any] = {}
-            quantize = partial(_quantize_group, job, block, layers, _float4_of(job, block))
+            float4 = grid_of(job, block.linears) if job.bits in FLOAT4 else None
+            quantize = partial(_quantize_group, job, block, layers, float4)
             if options.true_sequential:
                 block.for_each_group(quantize, keep_outputs=not options.learned)
             else:
@@ -367,5 +369,5 @@ METHOD = Method(
     peak_memory=_peak_memory,
     other_kinds=OTHER_KINDS | KIND,
     refuse_ranks=refuse_ranks,
-    choice=CHOICE,
+    bit_search=BIT_SEARCH,
 )

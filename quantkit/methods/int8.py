@@ -28,9 +28,8 @@ from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scali
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.error_feedback import Feedback
-from quantkit.numerics.scaled.feedback import int8_with_feedback
-from quantkit.numerics.scaled.fit import round_int8
-from quantkit.numerics.scaled.weight import INT8_TOP, InputRounding, ScaledWeight
+from quantkit.numerics.scaled_rounding import int8_with_feedback, round_int8
+from quantkit.numerics.scaled_weight import INT8_TOP, InputRounding, ScaledWeight
 from quantkit.recipe import Strict
 
 SAMPLED_TOKENS = 256  # of a layer's inputs, spread evenly, in the trials

@@ -18,7 +18,7 @@ from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.recipe import Strict
 
 

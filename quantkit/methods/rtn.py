@@ -6,7 +6,6 @@ Grids are of whole numbers, or of 4-bit floats: NVFP4, and MXFP4 of the OCP Micr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -14,36 +13,26 @@ from pydantic import Field
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
-from quantkit.methods._budget.choice import CHOICE
-from quantkit.methods._budget.layer_bits import KIND, BitsByLayer, base_bits, check_bits, targeted
-from quantkit.methods._budget.targets import AUTO
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
+from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits, targeted
 from quantkit.methods._layer_by_layer import write_layers
+from quantkit.methods._targets import AUTO
 from quantkit.models.skeleton import load
-from quantkit.numerics.grid import fit_grid, on_grid
+from quantkit.numerics.grid import round_to_nearest
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 
 
-class Options(BitsByLayer):
+class Options(GroupedOptions):
     """Options of round-to-nearest."""
 
-    group_size: int | Literal["auto"] = Field(
-        "auto",
-        description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
-    )
     sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
-    head_bits: Literal[4, 8] | None = Field(
-        None, description="bits of an output head that is not tied to the embedding; without it the head has 16"
-    )
 
 
 def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool) -> GroupedWeight:
     """Quantize one layer's weight (N, K) float32 by plain rounding."""
-    group = weight.shape[1] if group_size == -1 else group_size
-    grid = fit_grid(weight, group, bits, symmetric=symmetric, least_zero=1)
-    return on_grid(weight, grid, group)
+    return round_to_nearest(weight, group_size, bits, symmetric=symmetric, least_zero=1)
 
 
 def _layout(job: Job) -> Layout:
@@ -93,5 +82,5 @@ METHOD = Method(
     peak_memory=_peak_memory,
     other_kinds=OTHER_KINDS | KIND,
     calibrated=targeted,
-    choice=CHOICE,
+    bit_search=BIT_SEARCH,
 )

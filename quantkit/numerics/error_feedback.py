@@ -8,7 +8,7 @@ w_k + sum over j < k of (w_j - w^_j) R_jk / R_kk. That needs one Cholesky factor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,38 +53,38 @@ def feedback_factor(
     raise SourceError("the inputs of a layer are not finite on the calibration text; the model overflows")
 
 
-Split = Callable[[Sequence[Callable[[], torch.Tensor]], Sequence[torch.Tensor]], list[torch.Tensor]]
-Rows = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+ByRows = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+def _at_once(function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    return function(values)
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How work of several processes is shared out: `split` makes things that take no part in each other, each like a
-    tensor; `rows` calls a function (n, K) -> (n, K) that takes each row by itself for all rows of a tensor.
+class FeedbackSettings:
+    """What a method rounds by, with its own values for each: manifests record those that are no options.
+
+    `damp_percent`: share of the mean diagonal added to the Hessian; `shrinkage`: share of each diagonal entry added to
+    it. `gptaq_share` of the sequences also go through the unquantized model. Every second token counts where
+    `ample_tokens` a column are left so (0: all count). `sym`: symmetric grids, whose scales are searched
+    (`scale_search`) and, after each of the `rounds` of rounding, refitted (`refit`). `static_groups`: scales are fixed
+    first, and columns taken by importance; `desc_act`: groups are formed along that order.
     """
 
-    split: Split
-    rows: Rows
-
-
-def correction(
-    cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor, rows: Rows | None = None
-) -> torch.Tensor:
-    """The D (K, K) float32, put in place of `cross`: W + W D on the inputs x comes nearest to W on the exact ones.
-
-    min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1 with the `cross` moment C = E[(exact - x) x^T] and the
-    damped H = R R^T of `factor` in that order. Rounding W' against H is GPTAQ's asymmetric calibration (Li et al.,
-    arXiv:2504.02692) solved for all columns at once.
-    """
-    divided = partial(_divided, order, factor)
-    return cross.copy_(divided(cross) if rows is None else rows(divided, cross))
+    damp_percent: float
+    shrinkage: float
+    gptaq_share: float
+    ample_tokens: int
+    sym: bool = True
+    scale_search: bool = True
+    refit: bool = True
+    rounds: int = 2
+    static_groups: bool = True
+    desc_act: bool = False
 
 
 def _divided(order: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Rows (n, K) times H^-1: of the cross moment they become the same rows of D.
-
-    H^-1 = R^-T R^-1: one triangular system after the other, in the `order` of the factor.
-    """
+    """Rows (n, K) times H^-1 = R^-T R^-1: one triangular system after the other, in the `order` of the factor."""
     solved = part.index_select(1, order).T
     solved = _solved(factor.T, _solved(factor, solved, upper=True), upper=False)
     return solved.T.index_select(1, torch.argsort(order))
@@ -113,13 +113,16 @@ class Feedback:
 
     `importance` (K,) is the diagonal of H, `order` (K,) int64 the order of rounding, most important first where that is
     asked for, `factor` that of `feedback_factor`. `costs` (K,) is its squared diagonal: what the square of a column's
-    own rounding error adds to the outputs' error, since the columns after it take over the rest. `hessian` is H shrunk
-    and damped. With `cross` = E[(exact - x) x^T] `target` moves a weight so that its outputs come near those of the
-    exact inputs; `paired` is E[x x^T] over the inputs of `cross`, where those are not all. All moments are (K, K)
-    float32, taken over and changed.
-    `shrinkage` is the share of each diagonal entry that is added to it; `ways` are there where several processes do
-    this together. Where `rows` of weights are to come, and they are fewer than the columns, each is moved by itself,
-    which takes fewer products than what moves all (but with `paired` more memory, so not there).
+    own rounding error adds to the outputs' error, since the columns after it take over the rest. `hessian` is H with
+    `shrinkage` of each diagonal entry and `damp_percent` of their mean added. All moments are (K, K) float32, taken
+    over and changed.
+
+    With `cross` C = E[(exact - x) x^T], `target` moves a weight W so that its outputs come near those of the exact
+    inputs: min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1, where H is `paired`, the E[x x^T] over the inputs
+    of C, if those are not all. Rounding W' is GPTAQ's asymmetric calibration (Li et al., arXiv:2504.02692) solved for
+    all columns at once. `correction` (K, K) is C H^-1. Where fewer `rows` of weights than columns are to come, each
+    is moved by itself, which takes fewer products (but with `paired` more memory, so not there). `by_rows` calls a
+    function of rows (n, K), each taken by itself, for all rows of a tensor: several processes share them.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class Feedback:
         by_importance: bool = True,
         shrinkage: float = 0.5,
         damp_percent: float = 0.01,
-        ways: Ways | None = None,
+        by_rows: ByRows = _at_once,
         rows: int | None = None,
     ) -> None:
         self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
@@ -139,25 +142,18 @@ class Feedback:
         self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else natural
         self.correction = self._cross = None
         torch.diagonal(hessian).mul_(1 + shrinkage)
-        factor = partial(feedback_factor, hessian, self.order, damp_percent)
         if cross is not None and paired is not None:
             torch.diagonal(paired).mul_(1 + shrinkage)
-            other = partial(feedback_factor, paired, self.order, damp_percent, paired)
-            if ways is None:
-                self.correction = correction(cross, self.order, other())
-                self.factor = factor()
-            else:
-                paired_factor, self.factor = ways.split((other, factor), (paired, hessian))
-                self.correction = correction(cross, self.order, paired_factor, ways.rows)
-        else:
-            self.factor = factor()
+            paired = feedback_factor(paired, self.order, damp_percent, paired)
+            self.correction = cross.copy_(by_rows(partial(_divided, self.order, paired), cross))
+        self.factor = feedback_factor(hessian, self.order, damp_percent)
         self.costs = torch.empty_like(self.importance)
         self.costs[self.order] = torch.diagonal(self.factor).square()
         if cross is not None and paired is None:
             if rows is not None and rows < len(hessian):
                 self._cross = cross
             else:
-                self.correction = correction(cross, self.order, self.factor)
+                self.correction = cross.copy_(by_rows(partial(_divided, self.order, self.factor), cross))
         torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
         self.hessian = hessian
         self._damp_percent = damp_percent
@@ -173,8 +169,8 @@ class Feedback:
             self._by_group[size] = order, feedback_factor(self.hessian, order, self._damp_percent / 3)
         return self._by_group[size]
 
-    def slopes(self, made: Made) -> torch.Tensor:
-        """E H (N, K) float32 of the errors E (N, K) that rounding in `order` has `made`, with H = `hessian`.
+    def slopes(self, errors: RoundingErrors) -> torch.Tensor:
+        """E H (N, K) float32 of the `errors` E (N, K) that rounding in `order` has made, with H = `hessian`.
 
         `factor` is another, R R^T = H + diag(d), so it is (E R) R^T - E diag(d): half the products of E H. And E R has
         no direction that is much larger than others, as E H has; so bfloat16 is fine enough for it.
@@ -182,11 +178,11 @@ class Feedback:
         if self._more is None:
             squares = sum(part.square().sum(1) for part in self.factor.split(SOLVED_COLUMNS, 1))
             self._more = squares - torch.diagonal(self.hessian)[self.order]
-        found = torch.empty(made.left.shape, device=made.left.device)
+        found = torch.empty(errors.residual.shape, device=errors.residual.device)
         for start in range(0, len(found), SOLVED_COLUMNS):
             own = slice(start, start + SOLVED_COLUMNS)
-            part = product_in(self.factor[own, start:], made.left[start:])
-            found[self.order[own]] = part.sub_(made.errors[own] * self._more[own, None])
+            part = product_in(self.factor[own, start:], errors.residual[start:])
+            found[self.order[own]] = part.sub_(errors.errors[own] * self._more[own, None])
         return found.T.contiguous()
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
@@ -196,15 +192,15 @@ class Feedback:
         return weight if self.correction is None else weight + quick_product(weight, self.correction)
 
 
-class Made:
-    """What rounding (K, N) columns in their order has made of them: the errors E^T of the weight itself, and (E R)^T.
+class RoundingErrors:
+    """What rounding columns (K, N) in order leaves: the `errors` E^T of the weight itself, and the `residual` (E R)^T.
 
     Both are (K, N) in `quick_dtype`. R is the factor; E R is what each column lacks once it has taken over the errors
     of those before it, times R_kk.
     """
 
     def __init__(self, columns: torch.Tensor) -> None:
-        self.errors, self.left = (
+        self.errors, self.residual = (
             torch.empty(columns.shape, dtype=quick_dtype(columns.device), device=columns.device) for _ in range(2)
         )
 
@@ -253,7 +249,7 @@ def round_columns(
     fit: Callable[[int, torch.Tensor], None] | None = None,
     group: int = 1,
     nearest: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    made: Made | None = None,
+    record: RoundingErrors | None = None,
 ) -> torch.Tensor:
     """Round columns in their order; return codes (K, N) uint8.
 
@@ -262,7 +258,7 @@ def round_columns(
     scales are not fixed beforehand, `fit` is called with the first column of each `group` columns in a row and what
     those columns are in the paper's form at that time, (group, N), to set scales and zeros of their group. `nearest`
     gives the whole numbers that columns over scales are rounded to, code - zero, where not all of them up to `top` are
-    codes. `made` is filled where it is given.
+    codes. `record` is filled where it is given.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
     diagonal = torch.diagonal(factor)
@@ -270,8 +266,8 @@ def round_columns(
     step = max(group, BLOCK_COLUMNS // group * group)
     # What the loop takes is cut up beforehand: for a small layer that costs as much as the sums.
     wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
-    kept = None if made is None else made.errors
-    blocks = _blocks(columns, lambda own: factor[: own.stop, own] / diagonal[own], step, kept)
+    past = None if record is None else record.errors
+    blocks = _blocks(columns, lambda own: factor[: own.stop, own] / diagonal[own], step, past)
     for whole, block, errors, inner in blocks:
         cut = (columns[whole], block, wide[: len(block)], errors, inner)
         with _threads_for(block.numel()):
@@ -289,8 +285,8 @@ def round_columns(
                 torch.addcmul(plain, torch.sub(code, zero, out=error), scale, value=-1, out=error)
                 block.narrow(0, i + 1, left).addr_(shares.narrow(0, i + 1, left), error)
         codes[whole] = wide[: len(block)]
-        if made is not None:
-            made.left[whole] = block.sub_(columns[whole]).add_(errors).mul_(diagonal[whole, None])
+        if record is not None:
+            record.residual[whole] = block.sub_(columns[whole]).add_(errors).mul_(diagonal[whole, None])
     return codes
 
 

@@ -9,11 +9,12 @@ Scales are rounded to float16 before they are used, because that is what the che
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
-from quantkit.numerics.slabs import rows_together
+from quantkit.numerics.matmul import rows_together
 
 COARSE_STEPS = 11  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
@@ -43,11 +44,6 @@ def stored_scale(scale: torch.Tensor) -> torch.Tensor:
     """Round scales of either sign to float16 as stored, never to zero or infinity; float32 out."""
     size = scale.abs().clamp_(TINY_SCALE, 65504.0)
     return torch.copysign(size, scale).to(torch.float16).to(torch.float32)
-
-
-def encode(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int) -> torch.Tensor:
-    """Codes (as floats) of `values` on the grid; shapes broadcast."""
-    return torch.clamp(torch.round(values / scale) + zero, 0, top)
 
 
 def _range(groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,57 +132,54 @@ def _fit_rows(
     losses = _Losses(groups, each, (1 << bits) - 1, float(1 << (bits - 1)) if symmetric else None)
     best = _searched(losses, full, zero, -groups.amin(-1).clamp(max=0), quick, least_zero)
     if symmetric:
-        other = _searched(losses, -full, zero, zero, quick, least_zero)
-        best.keep(other.loss, other.scale, other.zero, other.shrink)
-    return best.scale, best.zero
+        best = _better(best, _searched(losses, -full, zero, zero, quick, least_zero))
+    return best[1], best[2]
+
+
+def _better(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of two fits (4, n, G) the one with the lesser loss, which is the first of the four, by row and group."""
+    return torch.where(other[0] < one[0], other, one)
 
 
 def _searched(
     losses: _Losses, full: torch.Tensor, zero: torch.Tensor, low: torch.Tensor, quick: bool, least_zero: int
-) -> _Best:
-    """The best grids with scales of the sign of `full` (n, G), which span the groups; `low` is what they reach down."""
+) -> torch.Tensor:
+    """The best losses, scales, zeros and shares of the range, (4, n, G) float32, for scales of the sign of `full`.
+
+    `full` (n, G) are those that span the groups; `low` is what the groups reach down.
+    """
     symmetric, top = losses.middle is not None, losses.top
     # Symmetric codes reach one step less far to one side, so a little more than the range can be best.
     widest = top / (top - 1) if symmetric else 1.0
     apart = (widest - LEAST_SHRINK) / COARSE_STEPS
     scale = stored_scale(full)
-    best = _Best(losses.at(scale, zero), scale, zero, torch.ones_like(scale))
+    best = torch.stack([losses.at(scale, zero), scale, zero, torch.ones_like(scale)])
 
-    def attempt(shrink: torch.Tensor, offsets: tuple[int, ...]) -> None:
+    def attempt(trial: torch.Tensor, trial_zero: torch.Tensor, shrink: torch.Tensor) -> None:
+        nonlocal best
+        best = _better(best, torch.stack([losses.at(trial, trial_zero), trial, trial_zero, shrink]))
+
+    def attempt_share(shrink: torch.Tensor, offsets: tuple[int, ...]) -> None:
         trial = stored_scale(full * shrink)
         middle = zero if symmetric else torch.round(low * shrink / trial)
         for offset in (0,) if symmetric else offsets:
-            trial_zero = zero if symmetric else (middle + offset).clamp(least_zero, top)
-            best.keep(losses.at(trial, trial_zero), trial, trial_zero, shrink)
+            attempt(trial, zero if symmetric else (middle + offset).clamp(least_zero, top), shrink)
 
     if quick:
         for share in QUICK:
-            attempt(torch.full_like(scale, share), (0,))
+            attempt_share(torch.full_like(scale, share), (0,))
         return best
     for step in range(COARSE_STEPS):
-        attempt(torch.full_like(scale, widest - apart * step), (0,) if top >= MANY_CODES else OFFSETS)
-    around = best.shrink.clone()
+        attempt_share(torch.full_like(scale, widest - apart * step), (0,) if top >= MANY_CODES else OFFSETS)
+    around = best[3]
     for offset in FINE:
-        attempt(around + apart * offset, OFFSETS)
+        attempt_share(around + apart * offset, OFFSETS)
     for _ in range(2):
         # Least squares for the scale with the codes held: s = sum(h w c) / sum(h c^2).
-        fitted = losses.least_squares(best.scale, best.zero)
-        trial = stored_scale(torch.where(fitted * full > 0, fitted, best.scale))
-        best.keep(losses.at(trial, best.zero), trial, best.zero, best.shrink)
+        _, scale, fixed_zero, shrink = best
+        fitted = losses.least_squares(scale, fixed_zero)
+        attempt(stored_scale(torch.where(fitted * full > 0, fitted, scale)), fixed_zero, shrink)
     return best
-
-
-class _Best:
-    """The least loss of each group so far, and what gave it: all (n, G) float32."""
-
-    def __init__(self, *trial: torch.Tensor) -> None:
-        self.loss, self.scale, self.zero, self.shrink = trial
-
-    def keep(self, *trial: torch.Tensor) -> None:
-        better, best = trial[0] < self.loss, (self.loss, self.scale, self.zero, self.shrink)
-        self.loss, self.scale, self.zero, self.shrink = (
-            torch.where(better, new, old) for new, old in zip(trial, best, strict=True)
-        )
 
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Tensor:
@@ -196,11 +189,17 @@ def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Te
     for rows, *given in zip(*(t.split(step) for t in (codes, weight, grid.scales, grid.zeros)), strict=True):
         values, scale, zero = (t.to(torch.float32) for t in given)
         groups = values.unflatten(1, (values.shape[1] // group_size, group_size))
-        rows.copy_(encode(groups, scale[..., None], zero[..., None], grid.top).flatten(1))
+        rows.copy_((torch.round(groups / scale[..., None]) + zero[..., None]).clamp(0, grid.top).flatten(1))
     return codes
 
 
-def on_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> GroupedWeight:
-    """`weight` (N, K) by plain rounding, on its device; groups lie side by side."""
-    g_idx = contiguous_groups(weight.shape[1], group_size, weight.device)
-    return GroupedWeight(round_to_grid(weight, grid, group_size), grid.scales, grid.zeros, g_idx, grid.bits)
+def round_to_nearest(weight: torch.Tensor, group_size: int, bits: int, **how: Any) -> GroupedWeight:
+    """`weight` (N, K) float32 on the nearest codes of a grid, on its device; groups are of neighbouring columns.
+
+    `group_size` -1: a group is a whole row; `how` are the other arguments of `fit_grid`.
+    """
+    columns = weight.shape[1]
+    size = columns if group_size == -1 else group_size
+    grid = fit_grid(weight, size, bits, **how)
+    codes = round_to_grid(weight, grid, size)
+    return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(columns, size, weight.device), bits)

@@ -24,11 +24,9 @@ class GroupedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K): output and input features."""
         return int(self.codes.shape[0]), int(self.codes.shape[1])
 
     def dense(self) -> torch.Tensor:
-        """The values, (N, K) float32."""
         return self.steps().mul_(self.spread(self.scales))
 
     def steps(self) -> torch.Tensor:
@@ -66,7 +64,6 @@ class GroupedWeight:
         return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
 
     def cpu(self) -> GroupedWeight:
-        """The same weight in main memory."""
         return GroupedWeight(self.codes.cpu(), self.scales.cpu(), self.zeros.cpu(), self.g_idx.cpu(), self.bits)
 
 

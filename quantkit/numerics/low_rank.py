@@ -18,26 +18,14 @@ def merge_linear(
     magnitude: torch.Tensor | None = None,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """W (out, in), or (in, out) where `transposed`, with A (r, in), B (out, r), and m (out) of DoRA; all float32."""
+    """W (out, in) with A (r, in), B (out, r), and m (out) of DoRA; all float32.
+
+    W is (in, out) where it is stored `transposed`, as embeddings (tokens, width) are.
+    """
     delta = b @ a
     delta = (delta.T if transposed else delta) * scale
     if magnitude is None:
         return weight + delta
-    norm = _norms(weight.T if transposed else weight, delta.T if transposed else delta)
+    norm = torch.linalg.norm(weight.T + delta.T if transposed else weight + delta, dim=1)
     factor = (magnitude / norm).view(-1, 1)
     return (factor.T if transposed else factor) * (weight + delta)
-
-
-def merge_embedding(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude: torch.Tensor | None = None
-) -> torch.Tensor:
-    """E (tokens, width) with A (r, tokens), B (width, r), and m (width) of DoRA; all float32."""
-    delta = (b @ a).T * scale
-    if magnitude is None:
-        return weight + delta
-    return (magnitude / _norms(weight.T, delta.T)).view(1, -1) * (weight + delta)
-
-
-def _norms(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """(out): the length of each row of the sum of two (out, in)."""
-    return torch.linalg.norm(weight + delta, dim=1)

@@ -8,18 +8,21 @@ float32, and rounded once: what the units do elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 LINEAR = nn.functional.linear
 FEW_ROWS = 4  # that many and less are multiplied as they are: to widen the weight would take longer
 SLAB_ELEMENTS = 1 << 20  # of the weight that are wide at a time
 QUICK_COLUMNS = 1024
+# Each kernel takes a GPU some microseconds to start, so few large kernels are faster than many small ones. 268 MB in
+# float32 hold the largest layer of an 8B model.
+GPU_ELEMENTS = 1 << 26
 
 
 @cache
@@ -123,23 +126,34 @@ class Linear(nn.Linear):
     """A linear layer by way of `product`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., K) -> (..., N)."""
         return product(x, self.weight, self.bias)
 
 
 def use_products(model: nn.Module) -> None:
-    """Let the linear layers of `model` be of the class `Linear`, in place."""
+    """Let the linear layers of `model` be of the class `Linear`, in place.
+
+    Other layers in their place would be missed by code that has a second name for one: a skeleton of GPT-NeoX has its
+    output layer by the checkpoint's name and by that of transformers.
+    """
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
 
 
-@contextmanager
-def products_everywhere() -> Iterator[None]:
-    """Let linear layers of any class, in models that are not quantkit's to change, multiply by way of `product`."""
-    plain = nn.functional.linear
-    nn.functional.linear = lambda input, weight, bias=None: product(input, weight, bias)
-    try:
-        yield
-    finally:
-        nn.functional.linear = plain
+class products_everywhere(TorchFunctionMode):  # noqa: N801 - it is called like a function
+    """While it lasts, linear layers of any class, in models that are not quantkit's to change, call `product`."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (product if function is LINEAR else function)(*args, **(kwargs or {}))
+
+
+def elements_together(elements: int, device: torch.device) -> int:
+    """The number of elements to compute together: `elements` on the CPU, at least `GPU_ELEMENTS` elsewhere."""
+    return elements if device.type == "cpu" else max(elements, GPU_ELEMENTS)
+
+
+def rows_together(weight: torch.Tensor, elements: int) -> int:
+    """How many rows of `weight` (N, K) to compute together; `elements` is their size on the CPU."""
+    return max(1, elements_together(elements, weight.device) // weight.shape[1])

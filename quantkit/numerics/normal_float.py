@@ -84,7 +84,6 @@ class NormalFloatWeight:
         return dense.reshape(shape)
 
     def _state(self) -> dict[str, Any]:
-        """What the packed state says, held against the codes."""
         state = json.loads(bytes(self._part(STATES[self.kind], "uint8").tolist()).decode("utf-8"))
         if not isinstance(state, dict) or state.get("quant_type") != self.kind:
             raise ValueError(f"its quant_state tells of no {self.kind}")

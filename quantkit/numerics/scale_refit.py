@@ -13,9 +13,8 @@ import torch
 
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.matmul import product_in, quick_dtype
+from quantkit.numerics.matmul import elements_together, product_in, quick_dtype
 from quantkit.numerics.second_moments import permuted
-from quantkit.numerics.slabs import elements_together
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
 SLAB_ELEMENTS = 1 << 21  # of the rows that are fitted together
@@ -27,7 +26,7 @@ ALIKE_BITS = 4  # values of so many bits are much the same whichever way they ar
 WIDEST = 2.0  # a scale may move by this factor at most
 
 # A layer and, where they are known, the slopes E H (N, K) float32 of its errors E = target - values.
-Rounded = tuple[GroupedWeight, torch.Tensor | None]
+RoundedLayer = tuple[GroupedWeight, torch.Tensor | None]
 
 
 class PartedHessian:
@@ -55,7 +54,6 @@ class PartedHessian:
             rest.copy_(rows - (part * self._sizes) @ self._vectors.T)
 
     def before(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n, K) float32 times H."""
         return product_in(values, self._rest).addmm_(values @ self._vectors * self._sizes, self._vectors.T)
 
     def normal_equations(self, values: torch.Tensor, units: int) -> torch.Tensor:
@@ -79,7 +77,7 @@ class Refit:
         self._normals: list[torch.Tensor] = []
 
     def __call__(self, layer: GroupedWeight, slopes: torch.Tensor | None = None) -> tuple[GroupedWeight, torch.Tensor]:
-        """`layer` with refitted scales, and each row's error (N,) float64; `slopes` as of `Rounded`.
+        """`layer` with refitted scales, and each row's error (N,) float64; `slopes` as of `RoundedLayer`.
 
         A row whose error would not fall keeps its own scales.
         """
@@ -102,21 +100,22 @@ class Refit:
             errors.append(error)
         return replace(layer, scales=torch.cat(scales)), torch.cat(errors)
 
-    def rounds(self, first: Rounded, count: int, anew: Callable[[GroupedWeight], Rounded]) -> GroupedWeight:
-        """What was rounded `first` refitted, then so often that it is `count` roundings rounded and refitted anew.
+    def rounds(
+        self, first: RoundedLayer, count: int, requantize: Callable[[GroupedWeight], RoundedLayer]
+    ) -> GroupedWeight:
+        """What was rounded `first` refitted, then so often that it is `count` roundings rounded again and refitted.
 
         A row keeps what is better.
         """
         layer, error = self(*first)
         for _ in range(count - 1):
-            again, other = self(*anew(layer))
+            again, other = self(*requantize(layer))
             better = other < error
             error = torch.where(better, other, error)
             layer = layer.with_rows(better, again)
         return layer
 
     def _beside(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n, K) with each group's columns side by side."""
         return values if self._order is None else values.index_select(1, self._order)
 
     def _rows(

@@ -63,7 +63,6 @@ class Gram:
         sum_over(*(sums for sums in (self._sum, self._cross, self._paired) if sums is not None))
 
     def _sum_up(self) -> None:
-        """Add the products of the inputs that wait."""
         if not self._filled:
             return
         x, *others = [buffer[: self._filled] for buffer in self._waiting]

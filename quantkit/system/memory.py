@@ -12,7 +12,7 @@ import psutil
 
 from quantkit.recipe import AUTO
 from quantkit.system.device import CPU, device_memory
-from quantkit.system.ranks.group import place
+from quantkit.system.ranks import joined_shards
 
 GROWTH = 48_000_000  # bytes
 
@@ -68,7 +68,7 @@ def available_memory() -> int:
             continue
         cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
         available = min(available, ceiling - max(taken - cached, 0))
-    return max(available, 0) // place().local_size
+    return max(available, 0) // joined_shards().local_size
 
 
 def free_memory(device: str) -> int:

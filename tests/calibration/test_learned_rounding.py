@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -5,17 +6,16 @@ import torch
 from tiny_llama import SEQUENCES, calibration_ids, job_for, plain_model
 
 from quantkit.calibration import scale_tuning as module
-from quantkit.calibration import training
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.learned_rounding import Training, _Latent, refine
+from quantkit.calibration.learned_rounding import HeldOut, Training, _Latent, refine, train
 from quantkit.calibration.scale_tuning import Tuning, tune
-from quantkit.calibration.training import HeldOut, train
 from quantkit.calibration.walk import walk
 from quantkit.errors import RecipeError
 from quantkit.methods.gptq import METHOD as GPTQ
 from quantkit.methods.rtn import round_layer
 from quantkit.models.skeleton import load
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.system.ranks import Shards
 
 GROUP, LENGTH = 32, 16
 
@@ -53,7 +53,7 @@ def rounded_block(tiny_with):
     trial = job_for(tiny_with(num_hidden_layers=1), "gptq", length=16)
     blocks = walk(trial.job, trial.run, exact=1.0)
     block = next(blocks)
-    weights = {name: load(trial.source, block.skeleton, name).float() for name in block.linears}
+    weights = {name: load(trial.source, trial.job.skeleton, name).float() for name in block.linears}
     layers = {name: round_layer(weight, 3, 64, symmetric=True) for name, weight in weights.items()}
     for name, layer in layers.items():
         block.replace(name, layer.dense())
@@ -63,7 +63,7 @@ def rounded_block(tiny_with):
 
 def block_error(block, targets):
     with torch.no_grad():
-        out = block.call(block.module, block.inputs, range(len(block.inputs))).float()
+        out = block.stream.call(range(len(block.inputs))).float()
     return float(((out - targets.float()).square().mean(-1) / targets.float().square().mean(-1)).mean())
 
 
@@ -116,29 +116,28 @@ class Student:
         assert (number, first) == (len(self.steps), 8.0)
         self.steps.append(sequences)
 
+    def keep(self):
+        self.best.append(len(self.steps))
+
+    def report(self, first, best):
+        self.reports.append((first, best))
+
 
 def trained(losses, steps, patience=None):
     student = Student(iter(losses))
-    train(
-        12, 2, steps, HeldOut(4, 3, patience), 7, measure=student.measure, step=student.step,
-        keep=lambda: student.best.append(len(student.steps)),
-        report=lambda first, best: student.reports.append((first, best)),
-    )  # fmt: skip
+    train(student, 12, 2, steps, HeldOut(4, 3, patience), 7, Shards())
     return student
 
 
 def test_ranks_decide_by_all_held_out_sequences_and_measure_equally_often(monkeypatch):
     """The other rank has three batches of them; then 6 sequences with a loss of 5 each."""
     others = iter([torch.tensor([0.0, 3.0])] + [torch.tensor([30.0, 6.0])] * 2)
-    monkeypatch.setattr(training, "size", lambda: 2)
-    monkeypatch.setattr(training, "sum_over", lambda sums: sums.add_(next(others)))
-    measured, told = [], []
-    train(
-        4, 2, 1, HeldOut(4, 1), 0, measure=lambda batch: measured.append(batch) or 1.0, step=lambda *_: None,
-        keep=lambda: None, report=lambda first, _best: told.append(first),
-    )  # fmt: skip
-    assert measured == [[3]] * 6
-    assert told == [pytest.approx(31 / 7)]
+    monkeypatch.setattr(Shards, "sum", lambda _shards, sums: sums.add_(next(others)))
+    student = Student(itertools.repeat(1.0))
+    monkeypatch.setattr(student, "step", lambda *_: None)
+    train(student, 4, 2, 1, HeldOut(4, 1), 0, Shards(0, 2))
+    assert student.measured == [[3]] * 6
+    assert [first for first, _ in student.reports] == [pytest.approx(31 / 7)]
 
 
 def test_batches_are_drawn_from_what_is_not_held_out_until_too_few_are_left():
@@ -230,9 +229,9 @@ def test_the_gradient_is_that_of_the_whole_model(name, architecture, tmp_path, m
     monkeypatch.setattr(module, "BATCH_TOKENS", SEQUENCES * LENGTH)
     monkeypatch.setattr(module, "PASS_TOKENS", 4 * LENGTH)  # the last part of the batch is smaller
     students = []
-    start = module._Student.__init__
+    start = module._ScaleStudent.__init__
     monkeypatch.setattr(
-        module._Student, "__init__", lambda self, *given: (students.append(self), start(self, *given))[1]
+        module._ScaleStudent, "__init__", lambda self, *given: (students.append(self), start(self, *given))[1]
     )
     tune(trial.job, trial.run, values_of(layers), Tuning(1), outputs_of(trial))
     order = torch.randperm(SEQUENCES - SEQUENCES // module.HELD_OUT.share, generator=torch.Generator().manual_seed(0))

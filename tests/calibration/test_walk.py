@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,14 +7,12 @@ import tiny_llama
 import torch
 from tiny_llama import LAYERS, LENGTH, LINEARS, SEQUENCES, calibration_ids, inputs_of, job_for, plain_model, save_llama
 
-from quantkit.calibration import block as block_module
 from quantkit.calibration import walk as walk_module
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block, batch_size
-from quantkit.calibration.importance import measure_importance
+from quantkit.calibration.block import Block
 from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.sensitivity import sensitivities
-from quantkit.calibration.walk import walk
+from quantkit.calibration.walk import batch_size, measure_importance, walk
 from quantkit.errors import SourceError
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
@@ -83,7 +82,7 @@ def test_a_model_that_overflows_is_named(tmp_path):
 
 
 def test_a_share_of_the_sequences_and_every_second_token(tiny_llama, monkeypatch):
-    monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(walk_module, "BATCH_TOKENS", 4 * LENGTH)
     trial = job_for(tiny_llama, "gptq")
     monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
     exact_count = walk_module.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
@@ -127,7 +126,7 @@ def test_the_unquantized_stream_is_long_enough_for_the_widest_layer():
 
 
 @pytest.mark.parametrize(("factor", "finished"), [(0.7, LAYERS), (-1.5, 1)])
-def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama, factor, finished, monkeypatch):
+def test_a_model_is_unusable_where_zeros_would_be_nearer(tiny_llama, factor, finished, monkeypatch):
     """What blocks add is multiplied; an earlier run had finished some of them."""
     trial, model = job_for(tiny_llama, "gptq"), plain_model(tiny_llama)
     states = []
@@ -154,14 +153,31 @@ def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama, factor, finishe
         for name, value in within(block.prefix).items():
             block.replace(name, value)
     assert seen == [pytest.approx(distance, rel=0.02)]
-    assert any("lost" in note for note in trial.run.findings.notes) == (factor < 0)
+    assert any("unusable" in note for note in trial.run.findings.notes) == (factor < 0)
+
+
+def repeated(block, visitor):
+    """`for_each_group` by running the blocks from their inputs for each group, every time anew."""
+    streams = [block.stream] if block.exact is None else [block.stream, block.exact]
+    with torch.no_grad():
+        for names in block.groups():
+            gram = block.moments.empty(names[0], len(streams) > 1)
+            for start, stop in block.batches():
+                seen = []
+                for stream in streams:
+                    layer = stream.module.get_submodule(names[0].removeprefix(block.prefix).removesuffix(".weight"))
+                    with layer.register_forward_pre_hook(lambda _, args, to=seen: to.append(args[0])):
+                        stream.call(range(start, stop)) if stop <= len(stream.states) else None
+                block._add(gram, names[0], *([SimpleNamespace(at=0, x=x) for x in seen] + [None])[:2], 0)
+            visitor(block.moments.group(names, gram, block.collect))
+        block.stream.finish(block.batches(), block.trimmer)
 
 
 def walked(folder, out, suspend, offload_bytes, exact, ample):
     """All that a walk gives, while each weight is replaced by a coarser one once its group is seen."""
     trial, seen = job_for(folder, "gptq", out, length=SHORT), []
     job = trial.job.changed(offload_bytes=offload_bytes, batch_tokens=4 * SHORT)
-    for block in walk(job, trial.run, exact=exact, ample=ample, suspend=suspend):
+    for block in walk(job, trial.run, exact=exact, ample=ample):
         seen.append(block.inputs.read().clone())
 
         def see(group, block=block):
@@ -169,7 +185,7 @@ def walked(folder, out, suspend, offload_bytes, exact, ample):
             for name in group.names:
                 block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
 
-        block.for_each_group(see)
+        block.for_each_group(see) if suspend else repeated(block, see)
         seen.append(block.inputs.read().clone())
         if exact:
             seen.append(block.targets().read().clone())
@@ -185,7 +201,7 @@ def test_suspended_batches_equal_batches_that_run_the_block_again(
     name, exact, offload_bytes, architecture, tmp_path, monkeypatch
 ):
     """Bit for bit: the same operations on the same batches with the same weights, in one thread."""
-    monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * SHORT)
+    monkeypatch.setattr(walk_module, "BATCH_TOKENS", 4 * SHORT)
     monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
     want, got = (walked(architecture(name), tmp_path, suspend, offload_bytes, exact, 4) for suspend in (False, True))
     assert len(got) == len(want) > 9

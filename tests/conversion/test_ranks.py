@@ -21,7 +21,7 @@ from quantkit.checkpoints.spool import read_journal
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods import gptq
 from quantkit.numerics.second_moments import Gram
-from quantkit.system.ranks import group
+from quantkit.system import ranks as group
 
 STORES = []
 FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 7, "--calibration-length", 512]
@@ -58,11 +58,11 @@ def keep_moments(path):
     """Save the moments that the first layers are rounded by, and of how many tokens this process has summed them."""
     plain, add, tokens = gptq.Solver, Gram.add, 0
 
-    def keeping(hessian, *others):
+    def keeping(given, *others):
         if not path.exists():
-            moments = [hessian.clone(), *(other.clone() for other in others[3:5] if other is not None)]
-            torch.save((tokens, moments), path)
-        return plain(hessian, *others)
+            moments = (given.hessian, given.cross, given.paired)
+            torch.save((tokens, [moment.clone() for moment in moments if moment is not None]), path)
+        return plain(given, *others)
 
     def counting(gram, *given):
         nonlocal tokens
@@ -110,9 +110,10 @@ def keep_learned(path):
         return scales
 
     def training_of(plain):
-        def told(*arguments, **others):
+        def told(student, *others):
             seen = []
-            plain(*arguments, **{**others, "report": lambda *pair: seen.append(pair)})
+            student.report = lambda *pair: seen.append(pair)
+            plain(student, *others)
             losses.append(seen[-1])
 
         return told
@@ -224,10 +225,10 @@ def test_an_error_is_told_once_by_the_rank_that_has_it(tiny, tmp_path):
 
 
 def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch):
-    assert group.told() == group.Place()
+    assert group.told() == group.Shards()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert group.told() == group.Place(1, 2, 1, 2)
+    assert group.told() == group.Shards(1, 2, 1, 2)
     monkeypatch.setenv("RANK", "0")
     fails("eval-ppl", "demo", says="2 processes cannot share this: only the command convert")
     monkeypatch.setenv("RANK", "2")

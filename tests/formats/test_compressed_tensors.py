@@ -19,7 +19,7 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled.weight import InputRounding, ScaledWeight
+from quantkit.numerics.scaled_weight import InputRounding, ScaledWeight
 from quantkit.recipe import ConvertRecipe, EngineSpec
 
 pytest.importorskip("compressed_tensors")

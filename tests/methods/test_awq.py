@@ -1,6 +1,5 @@
 """AWQ: errors against explicit inputs, scales against a slow search, and whole models that must not change."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +9,8 @@ from tiny_llama import HEADS, KV_HEADS, LINEARS, calibration_ids, converted, hes
 from transformers.models.llama.modeling_llama import repeat_kv
 from trials import read_back
 
-from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block
-from quantkit.calibration.suspended import OffloadFile
 from quantkit.methods import awq
-from quantkit.methods.awq import output_error, refitted, repeat_heads, round_plainly, search_scale, share_heads
+from quantkit.methods.awq import PlainRounding, output_error, refitted, repeat_heads, search_scale, share_heads
 from quantkit.models.awq_mappings import provable_scalings
 from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics.error_feedback import Feedback
@@ -39,7 +35,7 @@ def explicit_error(change, x):
 
 
 def rounded(weight, scale):
-    return round_plainly(weight * scale, GROUP).dense() / scale
+    return PlainRounding(GROUP).round(weight * scale, torch.ones(len(scale))).dense() / scale
 
 
 @pytest.mark.parametrize("panel", [48, 128])
@@ -86,7 +82,7 @@ def clipped(weight, scale, importance):
 def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed, clip):
     weights, x = [layer_and_inputs(seed)[0], layer_and_inputs(seed + 10, rows=32)[0]], layer_and_inputs(seed)[1]
     points = 10
-    scale = search_scale(weights, x.T @ x / len(x), GROUP, points, FREE, clip=clip)
+    scale = search_scale(weights, x.T @ x / len(x), PlainRounding(GROUP, clip=clip), points, FREE)
     importance, size = x.square().mean(0), torch.cat(weights).abs().mean(0)
     rms = importance.sqrt()
     trials = {(kind, 0): torch.ones(128) for kind in "xw"}
@@ -110,9 +106,10 @@ def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed, clip):
 def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed, clip):
     weight, x = layer_and_inputs(seed)
     costs = x.square().mean(0)
-    wanted = search_scale([weight], torch.diag(costs), GROUP, 20, FREE, clip=clip)
+    rounding = PlainRounding(GROUP, clip=clip)
+    wanted = search_scale([weight], torch.diag(costs), rounding, 20, FREE)
     assert not torch.equal(wanted, torch.ones(128))
-    assert torch.equal(search_scale([weight], costs, GROUP, 20, FREE, clip=clip), wanted)
+    assert torch.equal(search_scale([weight], costs, rounding, 20, FREE), wanted)
     change = rounded(weight, wanted) - weight
     assert float(output_error(change, costs)) == pytest.approx(
         float((change.double().square() * costs).sum()), rel=1e-6
@@ -125,7 +122,7 @@ def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(round
     weight, x = layer_and_inputs()
     x = x @ torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator().manual_seed(5)))[0]  # all correlated
     hessian = x.T @ x / len(x)
-    plain = round_plainly(weight, GROUP, torch.diagonal(hessian), symmetric=symmetric, bits=bits)
+    plain = PlainRounding(GROUP, symmetric, bits, clip=True).round(weight, torch.diagonal(hessian))
     got = refitted(weight, PartedHessian(hessian), plain, rounds)
     assert torch.equal(got.zeros, plain.zeros)
     assert rounds > 1 or torch.equal(got.codes, plain.codes)
@@ -165,12 +162,7 @@ def scaled_blocks(job, model):
     for i, module in enumerate(model.model.layers):
         prefix = f"model.layers.{i}."
         values = {prefix + name: value.detach().clone() for name, value in module.named_parameters()}
-        linears = {prefix + n + ".weight": m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)}
-        block = Block(
-            *(i, prefix, module, Activations(1, 1, 1), ((), {}), skeleton, torch.device("cpu")),
-            OffloadFile(Path("unused"), 0),
-            linears=linears,
-        )
+        block = SimpleNamespace(prefix=prefix, moments=SimpleNamespace(tokens={}), input_scales={})
         first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
         hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}
         awq._scale_block(job, block, provable_scalings(skeleton, job.source.config)[i], values, hessians)
@@ -181,9 +173,9 @@ def scaled_blocks(job, model):
     return claimed
 
 
-def any_scale(weights, _hessian, _group, _points, *others):
+def any_scale(weights, _hessian, _rounding, _points, heads, _shards):
     """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
-    columns, heads = weights[0].shape[1], others[0]
+    columns = weights[0].shape[1]
     scale = torch.exp(torch.rand(columns, generator=torch.Generator().manual_seed(columns)) * 2.2 - 1.1)
     return repeat_heads(share_heads(scale, *heads), *heads)
 
@@ -242,13 +234,14 @@ def test_trials_clip_by_what_scaled_inputs_weigh(monkeypatch):
     weight, x = layer_and_inputs()
     hessian = x.T @ x / len(x)
 
-    def noted(scaled, group, importance, *others, **more):
+    def noted(rounding, scaled, importance, quick):
         scale = (scaled / weight).median(0).values
         assert torch.allclose(importance, torch.diagonal(hessian) / scale.square(), rtol=1e-3)
-        return round_plainly(scaled, group, importance, *others, **more)
+        return plain(rounding, scaled, importance, quick)
 
-    monkeypatch.setattr(awq, "round_plainly", noted)
-    search_scale([weight], hessian, GROUP, 4, FREE, clip=True)
+    plain = PlainRounding.round
+    monkeypatch.setattr(PlainRounding, "round", noted)
+    search_scale([weight], hessian, PlainRounding(GROUP, clip=True), 4, FREE)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -256,11 +249,12 @@ def test_trials_clip_where_the_rounding_does(clip, one_block, tmp_path, monkeypa
     trials = []
     roundings = []
 
-    def noted(weight, group, importance, *others, **more):
-        (trials if more.get("quick") else roundings).append(importance is not None)
-        return round_plainly(weight, group, importance, *others, **more)
+    def noted(rounding, weight, importance, quick=False):
+        (trials if quick else roundings).append(rounding.clip)
+        return plain(rounding, weight, importance, quick)
 
-    monkeypatch.setattr(awq, "round_plainly", noted)
+    plain = PlainRounding.round
+    monkeypatch.setattr(PlainRounding, "round", noted)
     converted(one_block, tmp_path / "out", "awq", group_size=GROUP, n_grid=2, apply_clip=clip)
     assert set(trials) == {clip}
     assert roundings == [clip] * 7  # layers

@@ -10,6 +10,7 @@ from tiny_models import CALIBRATION, command_line, conversion_by
 from trials import read_back
 
 from quantkit.artifact import open_artifact
+from quantkit.calibration.moments import LinearGroup
 from quantkit.conversion.check import prepare
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_source
@@ -50,7 +51,7 @@ def layer_and_hessian(rows, columns, seed=0, samples=600):
 def quantize_layer(weight, hessian, bits, group_size, options, cross=None, rows=None):
     # The moments are taken over and changed.
     own = None if cross is None else cross.clone()
-    return Solver(hessian.clone(), bits, group_size, options, own, rows=rows).quantize(weight)
+    return Solver(LinearGroup([], hessian.clone(), own), bits, group_size, options, rows).quantize(weight)
 
 
 def slow_gptq(weight, hessian, bits, group_size, options, given=None):
@@ -340,7 +341,7 @@ def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch, elements
     monkeypatch.setattr(gptq, "JOINED_ELEMENTS", elements)
     whole, hessian = layer_and_hessian(48, 96)
     weights = dict(zip("abc", whole.split([10, 30, 8]), strict=True))
-    solver = Solver(hessian.clone(), 4, 32, Options())
+    solver = Solver(LinearGroup([], hessian.clone()), 4, 32, Options())
     shapes = {name: value.numel() for name, value in weights.items()}
     layers = dict(quantize_each(solver.quantize, shapes, weights.__getitem__, hessian.device))
     for name, value in weights.items():

@@ -16,8 +16,8 @@ from quantkit.models import awq_mappings
 from quantkit.models.awq_mappings import Scaling
 from quantkit.models.skeleton import load, set_parameter
 from quantkit.numerics.error_feedback import Feedback
-from quantkit.numerics.scaled.feedback import int8_with_feedback
-from quantkit.numerics.scaled.weight import InputRounding
+from quantkit.numerics.scaled_rounding import int8_with_feedback
+from quantkit.numerics.scaled_weight import InputRounding
 
 
 def sample_of(x):
@@ -146,7 +146,7 @@ def test_smoothing_keeps_the_model(name, architecture, tmp_path):
         samples = {names[0]: InputSample(1) for names in block.groups()}
         hessians = block.hessians(block.groups(), lambda key, x, samples=samples: samples[key].add(x))
         x = {key: torch.cat(sample.parts) for key, sample in samples.items()}
-        folds = awq_mappings.provable_scalings(block.skeleton, trial.source.config)[block.index]
+        folds = awq_mappings.provable_scalings(trial.job.skeleton, trial.source.config)[block.index]
         _smooth_block(trial.job, block, folds, values, hessians, samples)
         for key, sample in samples.items():
             # Hessians and samples are those of the scaled inputs.

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.numerics.error_feedback import Feedback, Made, Ways, feedback_factor, round_columns, round_groups
+from quantkit.numerics.error_feedback import Feedback, RoundingErrors, feedback_factor, round_columns, round_groups
 
 
 def test_halves_go_to_the_even_code_and_what_is_beyond_is_cut():
@@ -22,8 +22,8 @@ def test_slopes_of_the_errors_are_those_of_a_product_with_the_moments(units):
     moments = Feedback(x.T @ x / 900, damp_percent=0.5)
     weight = 3 * torch.randn(5, 700, generator=generator)
     columns, zeros = weight.T[moments.order].contiguous(), torch.full((1, 5), 128.0)
-    made, one = Made(columns), torch.zeros(700, dtype=torch.int64)
-    codes = round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255, made=made)
+    made, one = RoundingErrors(columns), torch.zeros(700, dtype=torch.int64)
+    codes = round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255, record=made)
     assert torch.equal(codes, round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255))
     values = torch.empty_like(weight)
     values[:, moments.order] = codes.T - 128.0
@@ -98,14 +98,11 @@ def test_what_several_processes_make_in_parts_is_what_one_makes():
     x, exact = torch.randn(2, 400, 24, generator=generator)
     cross = (exact - x).T @ x / 400
 
-    def made(ways):
-        return Feedback(x.T @ x / 400, cross.clone(), x[:200].T @ x[:200] / 200, ways=ways)
+    def made(by_rows):
+        return Feedback(x.T @ x / 400, cross.clone(), x[:200].T @ x[:200] / 200, by_rows=by_rows)
 
-    in_parts = Ways(
-        lambda makes, _likes: [make() for make in makes],
-        lambda function, values: torch.cat([function(part) for part in values.split(7)]),
-    )
-    one, other = made(None), made(in_parts)
+    one = made(lambda function, values: function(values))
+    other = made(lambda function, values: torch.cat([function(part) for part in values.split(7)]))
     assert one.correction is not None
     assert other.correction is not None
     torch.testing.assert_close(other.correction, one.correction)

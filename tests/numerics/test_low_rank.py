@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from quantkit.numerics.low_rank import merge_embedding, merge_linear
+from quantkit.numerics.low_rank import merge_linear
 
 OUT, COLUMNS, RANK, SCALE = 5, 7, 3, 0.75
 
@@ -32,7 +32,7 @@ def test_a_case_worked_by_hand():
     a, b = torch.tensor([[10.0, 20.0]]), torch.tensor([[1.0], [2.0]])
     assert merge_linear(weight, a, b, 0.5).tolist() == [[6.0, 12.0], [13.0, 24.0]]
     assert merge_linear(weight, a, b, 0.5, transposed=True).tolist() == [[6.0, 12.0], [13.0, 24.0]]
-    assert merge_embedding(torch.zeros(2, 2), a, b, 1.0).tolist() == [[10.0, 20.0], [20.0, 40.0]]
+    assert merge_linear(torch.zeros(2, 2), a, b, 1.0, transposed=True).tolist() == [[10.0, 20.0], [20.0, 40.0]]
     # The lengths of (3, 4) and (6, 8) are 5 and 10.
     still = torch.zeros(1, 2)
     weight = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
@@ -48,6 +48,3 @@ def test_values_equal_sums_written_out(dora):
     torch.testing.assert_close(merge_linear(weight, a, b, SCALE, magnitude).double(), expected, **close)
     swapped = merge_linear(weight.T.contiguous(), a, b, SCALE, magnitude, transposed=True)
     torch.testing.assert_close(swapped.double(), expected.T, **close)
-    # A table of embeddings is (tokens, width): its columns are what DoRA keeps the length of.
-    table = merge_embedding(weight.T.contiguous(), a, b, SCALE, magnitude)
-    torch.testing.assert_close(table.double(), expected.T, **close)

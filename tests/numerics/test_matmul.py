@@ -63,11 +63,12 @@ def test_layers_of_a_model_change_their_class_and_nothing_else(units, monkeypatc
     assert model[0].weight is first
     seen = []
     multiply = products.product
-    monkeypatch.setattr(products, "product", lambda *given, **named: (seen.append(1), multiply(*given, **named))[1])
-    for count in (1, 3):  # layers of any class take the product while that is entered
-        with torch.inference_mode(), products_everywhere() if count == 3 else nullcontext():
+    monkeypatch.setattr(products, "product", lambda x, *given: (seen.append(given[0]), multiply(x, *given))[1])
+    for everywhere in (False, True):  # layers of any class take the product while that is entered
+        with torch.inference_mode(), products_everywhere() if everywhere else nullcontext():
             got = model(x).double()
-        assert len(seen) == count
+        assert any(weight is model[0].weight for weight in seen)
+        assert any(weight is model[1].weight for weight in seen) == everywhere
         assert (got - before).abs().max() <= 4 * HALF_STEP * before.abs().max()
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from quantkit.calibration.moments import LinearGroup
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.scale_refit import refit
-from quantkit.methods.awq import round_plainly, search_scale
+from quantkit.methods.awq import PlainRounding, search_scale
 from quantkit.methods.gptq import Options, Solver
 from quantkit.numerics import scale_refit as module
 from quantkit.numerics.grid import fit_grid, round_to_grid
@@ -18,7 +19,7 @@ def case(desc_act=False, bits=3):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, COLUMNS, generator=generator) @ torch.randn(COLUMNS, COLUMNS, generator=generator)
     weight, hessian = torch.randn(ROWS, COLUMNS, generator=generator) * 0.05, x.T @ x / 400
-    solver = Solver(hessian.clone(), bits, GROUP, Options(desc_act=desc_act, refit=False))
+    solver = Solver(LinearGroup([], hessian.clone()), bits, GROUP, Options(desc_act=desc_act, refit=False))
     return weight, x, hessian, solver.quantize(weight)
 
 
@@ -64,7 +65,9 @@ def test_equations_are_the_same_however_products_are_cut(count, together, monkey
 def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits, units):
     """What that costs is little of what fitting gains."""
     weight, _, hessian, first = case(bits=bits)
-    layer = Solver(hessian.clone(), bits, GROUP, Options(refit=False, shrinkage=0.0)).quantize(weight * 1.001)
+    layer = Solver(LinearGroup([], hessian.clone()), bits, GROUP, Options(refit=False, shrinkage=0.0)).quantize(
+        weight * 1.001
+    )
     refit = Refit(weight, PartedHessian(hessian))
     refit(first)
     got, alone = refit(layer)[0], refit_scales(weight, hessian, layer)
@@ -165,7 +168,8 @@ def test_awq_scales_nothing_where_that_only_harms():
     codes = torch.randint(0, 16, (32, WIDTH), generator=torch.Generator().manual_seed(0))
     codes[:, ::RUN], codes[:, 1::RUN] = 0, 15
     weight = (codes - 8) * 0.25
-    assert torch.equal(round_plainly(weight, RUN).dense(), weight)
+    rounding = PlainRounding(RUN)
     hessian = torch.diag(torch.rand(WIDTH, generator=torch.Generator().manual_seed(1)) * 10 + 0.1)
-    scale = search_scale([weight], hessian, RUN, 20, (1, 1))
+    assert torch.equal(rounding.round(weight, hessian.diagonal()).dense(), weight)
+    scale = search_scale([weight], hessian, rounding, 20, (1, 1))
     assert torch.equal(scale, torch.ones(WIDTH))

@@ -1,11 +1,10 @@
 import pytest
 import torch
 
+from quantkit.numerics import scaled_rounding as fit
 from quantkit.numerics.error_feedback import Feedback
-from quantkit.numerics.scaled import fit
-from quantkit.numerics.scaled.feedback import float4_with_feedback, int8_with_feedback
-from quantkit.numerics.scaled.fit import FLOAT8, INT8, Float4, fit_scales, round_float8, round_int8
-from quantkit.numerics.scaled.weight import E2M1, InputRounding, ScaledWeight
+from quantkit.numerics.scaled_rounding import FLOAT8, INT8, Float4, fit_scales, round_float8, round_int8
+from quantkit.numerics.scaled_weight import E2M1, InputRounding, ScaledWeight
 
 POINTS = torch.tensor([*E2M1, *(-value for value in E2M1[1:])])
 
@@ -137,7 +136,7 @@ def test_feedback_on_float4_equals_a_slow_reference(kind):
     weight, x = normal(24, 64), inputs(400, 64)
     moments, hessian = moments_of(x)
     grid = Float4(kind, fit.divisor_of(float(weight.abs().max())) if kind == "nvfp4" else 1.0)
-    layer = float4_with_feedback(weight, moments, grid)
+    layer = fit.float4_with_feedback(weight, moments, grid)
     factors = layer.factors().double()
 
     def nearest(column, values):
@@ -154,7 +153,7 @@ def test_feedback_on_float4_equals_a_slow_reference(kind):
 def test_feedback_on_int8_equals_a_slow_reference():
     weight, x = normal(24, 64), inputs(400, 64)
     moments, hessian = moments_of(x)
-    layer = int8_with_feedback(weight, moments)
+    layer = fit.int8_with_feedback(weight, moments)
     first = fit_scales(weight, INT8, fit.stored_bfloat16, importance=moments.importance)
 
     def nearest(_column, values):
@@ -183,7 +182,9 @@ def test_errors_of_earlier_layers_are_made_good():
     hessian, cross = x.T @ x / len(x), (0.1 * normal(400, 64, seed=9)).T @ x / len(x)
     target = Feedback(hessian.clone(), cross.clone()).target(weight)
     assert not torch.allclose(target, weight, atol=1e-3)
-    layer = float4_with_feedback(weight, Feedback(hessian.clone(), cross.clone()), Float4("mxfp4"))
-    assert torch.equal(layer.values, float4_with_feedback(target, Feedback(hessian.clone()), Float4("mxfp4")).values)
-    rows = int8_with_feedback(weight, Feedback(hessian.clone(), cross.clone()))
-    assert torch.equal(rows.values, int8_with_feedback(target, Feedback(hessian.clone())).values)
+    layer = fit.float4_with_feedback(weight, Feedback(hessian.clone(), cross.clone()), Float4("mxfp4"))
+    assert torch.equal(
+        layer.values, fit.float4_with_feedback(target, Feedback(hessian.clone()), Float4("mxfp4")).values
+    )
+    rows = fit.int8_with_feedback(weight, Feedback(hessian.clone(), cross.clone()))
+    assert torch.equal(rows.values, fit.int8_with_feedback(target, Feedback(hessian.clone())).values)

@@ -47,7 +47,7 @@ from quantkit.formats.compressed_tensors.config_groups import (
 )
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
-from quantkit.numerics.scaled.weight import InputRounding, ScaledWeight
+from quantkit.numerics.scaled_weight import InputRounding, ScaledWeight
 from quantkit.untrusted import shown
 
 SCALE, DIVISOR, PACKED, ZEROS = "weight_scale", "weight_global_scale", "weight_packed", "weight_zero_point"

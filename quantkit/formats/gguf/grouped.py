@@ -24,7 +24,7 @@ from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
-from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 
 TYPES = {4: "Q4_0", 8: "Q8_0"}
 FLOATS = "MXFP4"

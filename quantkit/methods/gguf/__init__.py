@@ -295,7 +295,7 @@ def write(job: Job, run: Run) -> None:
     elif job.options.imatrix_file is not None:
         write_file(file, run, importance_from(Path(job.options.imatrix_file), file.plan), partial=True)
     elif job.options.calibrated:
-        from quantkit.calibration.importance import measure_importance
+        from quantkit.calibration.walk import measure_importance
 
         write_file(file, run, file.plan.with_same_inputs(measure_importance(job, run)))
     else:

@@ -17,7 +17,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from quantkit.calibration.block import Block, LinearGroup
+from quantkit.calibration.block import Block
+from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.walk import walk
 from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.method import Job
@@ -32,8 +33,8 @@ from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods.gptq import SLAB_ELEMENTS
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns, round_groups
+from quantkit.numerics.matmul import rows_together
 from quantkit.numerics.second_moments import permuted
-from quantkit.numerics.slabs import rows_together
 
 # Shares of the Hessian's mean diagonal, and of each diagonal entry, that are added to it.
 DAMP_PERCENT, SHRINKAGE = 0.01, 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantkit.calibration.importance import measure_importance
 from quantkit.calibration.tokens import tokens_of
+from quantkit.calibration.walk import measure_importance
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
 from quantkit.errors import RecipeError

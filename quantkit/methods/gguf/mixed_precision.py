@@ -16,7 +16,7 @@ from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float, stays_ha
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.imatrix import without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
-from quantkit.methods._budget.targets import given_target, write_recipe
+from quantkit.methods._targets import given_target, write_recipe
 from quantkit.system.sizes import bits_per_weight, parse_size
 
 if TYPE_CHECKING:

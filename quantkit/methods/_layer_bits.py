@@ -1,8 +1,10 @@
-"""Bits by layer, for whatever method makes grouped codes: given by hand, or chosen for a size or a divergence.
+"""Bits by layer, for methods that make grouped codes: given by hand, or chosen for a size or a divergence.
 
-Options and check. The layout says what each layer gets (`Layout.bits_of`), and methods read that. Layers that get the
-same input have the same bits, since engines join some of them to one layer: queries, keys and values, gate and up; so
-have all experts of a block.
+The layout says what each layer gets (`Layout.bits_of`), and methods read that. Layers that get the same input have the
+same bits, since engines join some of them to one layer: queries, keys and values, gate and up; so have all experts of a
+block. Where bits are chosen, the harm of each width in each layer is estimated from a few calibration sequences
+(calibration/sensitivity.py), rounded to the nearest code of a grid that is searched as GPTQ's is. An integer programme
+shares out the bits (numerics/allocation.py).
 """
 
 from __future__ import annotations
@@ -12,17 +14,20 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BeforeValidator, Field
 
-from quantkit.calibration import sensitivity
+from quantkit.calibration.sensitivity import kept_sensitivities, peak_bytes, work_bytes
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job
-from quantkit.contracts.run import Checked
+from quantkit.contracts.method import BitSearch, Job, Shapes
+from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError
-from quantkit.methods._budget.targets import AUTO, given_target
+from quantkit.methods._targets import AUTO, given_target, write_recipe
 from quantkit.models.stand_in import layers_of_one_input
+from quantkit.numerics.allocation import fewest_bytes, least_damage
+from quantkit.numerics.grid import round_to_nearest
 from quantkit.recipe import Strict
 
 WIDTHS = (2, 3, 4, 8)
@@ -30,6 +35,9 @@ KIND = {
     AUTO: (Content.GROUPED_CODES, "compressed-tensors")
 }  # what methods make with these bits, and its default format
 SCALE_BITS = 16
+VERSION = 1  # of what is made of weights; another one makes kept scores worthless
+OPTION = "layer_bits"
+TRIED_ROWS = 256  # of a layer in the estimate
 
 
 def _as_bits(value: Any) -> Any:
@@ -60,6 +68,18 @@ class BitsByLayer(Strict):
     )
 
 
+class GroupedOptions(BitsByLayer):
+    """The options of all methods that make grouped codes."""
+
+    group_size: int | Literal["auto"] = Field(
+        "auto",
+        description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
+    )
+    head_bits: Literal[4, 8] | None = Field(
+        None, description="bits of an output head that is not tied to the embedding; default: 16"
+    )
+
+
 def targeted(options: BitsByLayer) -> bool:
     """Whether the layers' bits are chosen."""
     return options.target_bpw is not None or options.target_kld is not None
@@ -67,11 +87,7 @@ def targeted(options: BitsByLayer) -> bool:
 
 def base_bits(job: Job) -> int:
     """The bits that are asked for; where layers' bits are chosen, the most that they may get."""
-    return max(_choices(job)) if job.bits == AUTO else int(job.bits)
-
-
-def _choices(job: Job) -> tuple[int, ...]:
-    return tuple(sorted(set(job.options.target_bits or WIDTHS)))
+    return max(job.options.target_bits or WIDTHS) if job.bits == AUTO else int(job.bits)
 
 
 def module_of(name: str) -> str:
@@ -94,13 +110,13 @@ def check_bits(job: Job, layout: Layout) -> Checked:
         )
     if options.layer_bits:
         bits = _given(job, options.layer_bits)
-        refuse_parted(job, bits)
+        _refuse_parted(job, bits)
         return job.check_layout(with_bits(job, layout, bits))
     if target is None:
         return job.check_layout(layout)
-    checked = job.check_layout(replace(layout, choices=_choices(job)))
+    checked = job.check_layout(replace(layout, choices=tuple(sorted(set(options.target_bits or WIDTHS)))))
     hidden = int(job.skeleton.model.get_input_embeddings().embedding_dim)
-    flows = sensitivity.work_bytes(job.recipe.calibration, len(job.skeleton.blocks), hidden)
+    flows = work_bytes(job.recipe.calibration, len(job.skeleton.blocks), hidden)
     return replace(checked, nbytes=checked.nbytes - _refuse_far(job, checked.plan) + flows)
 
 
@@ -125,7 +141,7 @@ def _given(job: Job, patterns: Mapping[str, int]) -> dict[str, int]:
     return bits
 
 
-def refuse_parted(job: Job, bits: Mapping[str, int]) -> None:
+def _refuse_parted(job: Job, bits: Mapping[str, int]) -> None:
     """Raise RecipeError where layers that engines join have other bits than each other."""
     for names in layers_of_one_input(job.skeleton, job.source.config):
         first = names[0]
@@ -171,3 +187,69 @@ def _refuse_far(job: Job, layout: Layout) -> int:
             "embedding and head are not counted."
         )
     return int((high - asked) * weights / 8)
+
+
+def choose_bits(job: Job, run: Run) -> Job:
+    """Return the job with each layer's bits in its plan, where they are to be chosen; a note says what was chosen.
+
+    Raises RecipeError where the target is out of reach of the estimate.
+    """
+    if not targeted(job.options):
+        return job
+    bits: dict[str, int] = {}
+    if job.shards.rank == 0:
+        kept: Any = run.findings.options.get(OPTION)  # what an interrupted run has chosen
+        bits = _searched(job, run) if kept is None else {f"{name}.weight": int(width) for name, width in kept.items()}
+    bits = job.shards.from_leader(bits)
+    run.findings.options[OPTION] = {module_of(name): width for name, width in bits.items()}
+    write_recipe(job, run, {OPTION: run.findings.options[OPTION]})
+    return job.changed(checked=replace(job.checked, plan=with_bits(job, job.checked.plan, bits)))
+
+
+def _searched(job: Job, run: Run) -> dict[str, int]:
+    layout: Layout = job.checked.plan
+    shapes, kinds = job.skeleton.linears(), tuple(map(str, layout.choices))
+    maker = f"codes {VERSION}, groups of {layout.group_size}, {layout.symmetric}, {layout.least_zero}"
+
+    def changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+        if importance is not None:
+            importance = importance + 1e-6 * importance.mean() + 1e-30
+        how = {"symmetric": layout.symmetric, "least_zero": layout.least_zero, "search": True, "importance": importance}
+        return round_to_nearest(weight, int(layout.group_size), int(kind), **how).dense()
+
+    scores = kept_sensitivities(job, run, dict.fromkeys(shapes, kinds), changed, maker, TRIED_ROWS)
+    units = layers_of_one_input(job.skeleton, job.source.config)
+    # Bits of storage and nats a token, by unit of layers that have the same bits and by choice.
+    sizes = [
+        [sum(size_in_bits(shapes[name], bits, layout) for name in unit) for bits in layout.choices] for unit in units
+    ]
+    damage = [[sum(scores[name][kind] for name in unit) for kind in kinds] for unit in units]
+    asked, weights = job.options.target_bpw, sum(rows * columns for rows, columns in shapes.values())
+    try:
+        if asked is not None:
+            chosen = least_damage(sizes, damage, int(asked * weights))
+        else:
+            chosen = fewest_bytes(sizes, damage, job.options.target_kld)
+    except ValueError:
+        least = sum(min(row) for row in damage)
+        raise RecipeError(
+            f"target_kld = {job.options.target_kld:g} is out of reach: with bits {', '.join(kinds)} the estimate for "
+            f"{job.source.model} is {least:.4g} nats a token or more. Ask for more."
+        ) from None
+    bits = {name: layout.choices[k] for names, k in zip(units, chosen, strict=True) for name in names}
+    size = sum(row[k] for row, k in zip(sizes, chosen, strict=True))
+    harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
+    counts = Counter(bits.values())
+    run.findings.note(
+        f"bits chosen by sensitivity: {size / weights:.3f} bits per weight of the linear layers "
+        f"({', '.join(f'{counts[width]} layers of {width} bits' for width in sorted(counts))}), estimated divergence "
+        f"{harm:.4f} nats a token before error feedback"
+    )
+    return {name: bits[name] for name in shapes}
+
+
+def _memory(job: Job, shapes: Shapes) -> Mapping[str, int]:
+    return peak_bytes(job.recipe.calibration, shapes) if targeted(job.options) else {}
+
+
+BIT_SEARCH = BitSearch(choose_bits, _memory)

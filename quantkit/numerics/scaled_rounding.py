@@ -3,6 +3,9 @@
 A scale is searched among multiples of the one that the largest value asks for, each rounded as it is stored, so the
 search is never worse. Integers gain by a smaller one, which cuts the largest values off. Floats gain within an octave:
 their points do not change with a factor of two, but between two the values of a row lie nearer to them or less near.
+
+With error feedback: GPTQ's arithmetic (Frantar et al., arXiv:2210.17323) on these grids. Both are whole numbers times a
+scale: int8 all from -127 to 127, E2M1 the half steps 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.numerics.scaled.weight import (
+from quantkit.numerics.error_feedback import Feedback, round_columns
+from quantkit.numerics.matmul import rows_together
+from quantkit.numerics.scaled_weight import (
     E8M0_BIAS,
     FLOAT4_TOP,
     FLOAT8_TOP,
@@ -20,7 +25,6 @@ from quantkit.numerics.scaled.weight import (
     InputRounding,
     ScaledWeight,
 )
-from quantkit.numerics.slabs import rows_together
 
 OCTAVE = tuple(2 ** (step / 16) for step in range(1, 16))
 SHRINKING = tuple(1 - 0.04 * step for step in range(1, 13))
@@ -29,6 +33,7 @@ NEIGHBOURS = (0.5, 2.0)
 LEAST_SCALE = 2.0**-100  # of 8-bit values; a row of zeros has it
 BLOCK = 128  # rows and columns of an FP8 block
 SLAB_ELEMENTS = 1 << 18  # that are fitted together, so that they stay in the processor's cache
+FEEDBACK_SLAB_ELEMENTS = 1 << 24  # of the rows that are rounded together with feedback
 FLOAT4_GROUPS = {"nvfp4": 16, "mxfp4": 32}
 # Of the largest E8M0 scale but one, and the smallest that is no subnormal float32.
 MOST_EXPONENT, LEAST_EXPONENT = 126, -126
@@ -201,28 +206,17 @@ class Float4:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
         return FLOAT4_GROUPS[self.kind]
 
     def fit(self, weight: torch.Tensor, *, search: bool, importance: torch.Tensor | None = None) -> torch.Tensor:
         """Scales (N, K / group) float32, as they are stored, for (N, K) float32 and `importance` (K,)."""
-        nvidia = self.kind == "nvfp4"
-        store = stored_float8(self.divisor) if nvidia else stored_power
-        if importance is not None:
-            importance = importance.view(-1, self.group)
-        slabs = weight.split(rows_together(weight, SLAB_ELEMENTS))
-        return torch.cat(
-            [
-                fit_scales(
-                    slab.view(len(slab), -1, self.group),
-                    NVFP4 if nvidia else MXFP4,
-                    store,
-                    search=search,
-                    importance=importance,
-                )
-                for slab in slabs
-            ]
-        )
+        points, store = (NVFP4, stored_float8(self.divisor)) if self.kind == "nvfp4" else (MXFP4, stored_power)
+        weights = None if importance is None else importance.view(-1, self.group)
+        parts = [
+            fit_scales(slab.view(len(slab), -1, self.group), points, store, search=search, importance=weights)
+            for slab in weight.split(rows_together(weight, SLAB_ELEMENTS))
+        ]
+        return torch.cat(parts)
 
     def weight(self, half_steps: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
         """The layer of half steps (N, K), whole numbers from -12 to 12, and scales as `fit` gives them."""
@@ -237,7 +231,65 @@ class Float4:
         return ScaledWeight(codes, stored, (1, self.group))
 
     def round(self, weight: torch.Tensor, *, search: bool = False) -> ScaledWeight:
-        """(N, K) float32, each value to the nearest point."""
         scales = self.fit(weight, search=search)
         wide = scales.repeat_interleave(self.group, 1)
         return self.weight(nearest_half_steps(2 * weight / wide), scales)
+
+
+def int8_with_feedback(weight: torch.Tensor, moments: Feedback) -> ScaledWeight:
+    """(N, K) float32 as int8 rows whose outputs come near, by the moments of the inputs.
+
+    Once rounded, each row takes the scale with the least output error, where bfloat16 holds a better one.
+    """
+    target = moments.target(weight)
+    weighted = _importance(moments)
+    scales = torch.cat([fit_scales(part, INT8, stored_bfloat16, importance=weighted) for part in target.split(512)])
+    values = _rounded(target, moments, scales[:, None], nearest_int8, INT8_TOP)
+    aimed = (target @ moments.hessian).mul_(values).sum(1)
+    normal = (values @ moments.hessian).mul_(values).sum(1)
+    refitted = stored_bfloat16(torch.where(normal > 0, aimed / normal, scales))
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        return scale * (scale * normal - 2 * aimed)
+
+    scales = torch.where(error(refitted) < error(scales), refitted, scales)
+    return int8_weight(values, scales[:, None])
+
+
+def float4_with_feedback(weight: torch.Tensor, moments: Feedback, grid: Float4, *, search: bool = True) -> ScaledWeight:
+    """(N, K) float32 on the grid, scales of all groups first, then the columns by the moments' order."""
+    parts = []
+    for part in weight.split(rows_together(weight, FEEDBACK_SLAB_ELEMENTS)):
+        target = moments.target(part)
+        scales = grid.fit(target, search=search, importance=_importance(moments))
+        half_steps = _rounded(target, moments, scales / 2, nearest_half_steps, 2 * FLOAT4_TOP)
+        parts.append((half_steps, scales))
+    return grid.weight(torch.cat([steps for steps, _ in parts]), torch.cat([scales for _, scales in parts]))
+
+
+def _importance(moments: Feedback) -> torch.Tensor:
+    return moments.importance + 1e-6 * moments.importance.mean() + 1e-30
+
+
+def _rounded(
+    target: torch.Tensor,
+    moments: Feedback,
+    scales: torch.Tensor,
+    nearest: Callable[[torch.Tensor], torch.Tensor],
+    top: float,
+) -> torch.Tensor:
+    """Whole numbers (N, K) float32 from -top to top for scales (N, G) of groups that lie side by side."""
+    order, columns = moments.order, target.shape[1]
+    groups = torch.arange(columns, device=target.device) // (columns // scales.shape[1])
+    by_group = scales.T.contiguous()
+    codes = torch.empty(columns, len(target), dtype=torch.uint8, device=target.device)
+    codes[order] = round_columns(
+        target.index_select(1, order).T.contiguous(),
+        moments.factor,
+        by_group,
+        torch.full_like(by_group, top),
+        groups[order],
+        int(2 * top),
+        nearest=nearest,
+    )
+    return codes.T.to(torch.float32).sub_(top)

@@ -73,11 +73,9 @@ class ScaledWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K): output and input features."""
         return int(self.values.shape[0]), int(self.values.shape[1])
 
     def dense(self) -> torch.Tensor:
-        """The values, (N, K) float32."""
         rows, columns = self.block
         factors = self.factors()
         if rows > 1 and len(factors) > 1:
@@ -126,10 +124,8 @@ class ScaledWeight:
         return parts
 
     def to(self, device: torch.device | str) -> ScaledWeight:
-        """The same weight on a device."""
         divisor = None if self.divisor is None else self.divisor.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), divisor=divisor)
 
     def cpu(self) -> ScaledWeight:
-        """The same weight in main memory."""
         return self.to("cpu")

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from quantkit.numerics import kl_divergence as module
-from quantkit.numerics.kl_divergence import divergence
+from quantkit.calibration import scale_tuning as module
+from quantkit.calibration.scale_tuning import divergence
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""A size or a divergence instead of a name: what methods share that choose types or bits by it."""

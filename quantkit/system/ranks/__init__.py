@@ -1,1 +1,0 @@
-"""Several processes that share one piece of work, as torchrun starts them."""
