@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -102,16 +103,16 @@ GROUPED: dict[str, list[tuple[str, dict[str, object]]]] = {
         )
     ],
 }  # fmt: skip
-PLAIN = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+PLAIN = ("F32", "F16", "BF16", "Q8_0")
 K_QUANTS = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K")
 BLOCKS: list[tuple[str, dict[str, object]]] = [
-    *((bits, {}) for bits in (*PLAIN, *K_QUANTS)),
-    *((bits, {"imatrix": True}) for bits in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q4_0", "Q5_1")),
-    *((bits, {"rounding": "gptq"}) for bits in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")),
-    ("Q4_K_M", {"imatrix": True, "target_bpw": 5.0}),
+    *((bits, {}) for bits in (*PLAIN, *K_QUANTS, "IQ4_NL", "IQ4_XS")),
+    *(("Q8_0", {"tensor_type": {"ffn_down": kind}}) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K")),
+    *((bits, {"imatrix": True}) for bits in ("IQ1_S", "IQ2_XXS", "IQ2_S", "IQ3_S", "Q2_K", "Q4_K_M", "Q6_K")),
+    *((bits, {"rounding": "gptq"}) for bits in ("IQ2_XS", "IQ3_XXS", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")),
+    ("auto", {"imatrix": True, "target_bpw": 5.0}),
     ("Q4_K_M", {"token_embedding_type": "Q8_0", "output_tensor_type": "Q8_0"}),
-    ("Q4_K_M", {"tensor_type": {"ffn_down": "Q6_K"}}),
-    ("Q4_K_M", {"split_max_size": "400K"}),
+    ("Q4_K_M", {"split_max_size": "0.4MB"}),
     ("Q4_K_M", {"vocab_only": True}),
 ]
 DEMO: list[tuple[str, str, dict[str, object]]] = [
@@ -147,7 +148,7 @@ for name, model, method, bits, out, calibration, options in json.loads(sys.argv[
 def cases(models: list[str], only: tuple[str, ...]) -> list[Case]:
     """All cases of these models whose method begins with one of `only`; those of one model stand side by side."""
     # K-quants of the real model, whose rows hold no whole block, become other types: one case is enough.
-    real = [case for case in BLOCKS if case[0] in (*PLAIN, "Q4_K_M") and "output_tensor_type" not in case[1]]
+    real = [case for case in BLOCKS if case[0] in PLAIN or case == ("Q4_K_M", {})]
     head: dict[str, object] = {"head_bits": 8} | PACKED
     all_cases = [
         *(Case("real", method, *case) for method, asked in {**GROUPED, "gguf": real}.items() for case in asked),
@@ -223,7 +224,7 @@ def platform() -> str:
 
 
 def main() -> int:
-    """Convert, compare, print, and return the exit code."""
+    """Convert, compare, print, and return the exit code. A refused case proves nothing, and fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=Path, default=SMALL)
     parser.add_argument("--models", default="real,random,demo")
@@ -235,7 +236,7 @@ def main() -> int:
     known = stored.setdefault(platform(), {})
     models = given.models.split(",")
     asked = list(cases(models, tuple(given.only.split(","))))
-    differing = missing = 0
+    verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="quantkit-bytes-") as folder, ThreadPoolExecutor(given.jobs) as pool:
         save_padded(given.small, Path(folder) / "real")
         save_random(given.small, Path(folder) / "random")
@@ -243,17 +244,18 @@ def main() -> int:
         groups = [list(group) for _, group in groupby(asked, lambda case: case if case.model == "demo" else case.model)]
         for made in pool.map(lambda group: hashes(group, Path(folder)), groups):
             for name, files in made.items():
-                verdict = "new" if name not in known else "equal" if known[name] == files else "DIFFERS"
-                differing += verdict == "DIFFERS"
-                missing += verdict == "new"
-                print(f"{verdict:<8} {name}{' refused' if 'refused' in files else ''}", flush=True)
+                seen = "equal" if known.get(name) == files else "DIFFERS" if name in known else "new"
+                verdict = "refused" if "refused" in files else seen
+                verdicts[verdict] += 1
+                print(f"{verdict:<8} {name}", flush=True)
                 if given.record:
                     known[name] = files
     if given.record:
         text = json.dumps(stored, indent=1, sort_keys=True)
         STORED.write_text(text + "\n", encoding="utf-8")
-    print(f"{len(asked)} conversions on {platform()}: {differing} differ, {missing} have no stored hash")
-    return int(differing > 0)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+    print(f"{len(asked)} conversions on {platform()}: {counts}")
+    return int(verdicts["DIFFERS"] + verdicts["refused"] > 0)
 
 
 if __name__ == "__main__":
