@@ -7,10 +7,9 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
-from trials import Trial
+from trials import Trial, trial_of
 
 from quantkit.calibration.tokens import tokens_of
-from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
 from quantkit.data.texts import sample_text
@@ -99,7 +98,7 @@ def calibration(length=LENGTH):
 def job_for(folder, method, out=Path(), length=LENGTH, **options):
     """A prepared and checked job and a run into `out`, as `walk` and the methods' inner functions want them."""
     job = prepare(ConvertRecipe(model=str(folder), method=method, options=options, calibration=calibration(length)))
-    trial = Trial(job, Run(out))
+    trial = trial_of(job, out)
     trial.check()
     return trial
 

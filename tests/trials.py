@@ -1,13 +1,13 @@
 """A job and one run of it, for tests that call the parts of a conversion themselves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.registry import find_format
-from quantkit.contracts.run import Run
+from quantkit.contracts.run import Checked, Run
 from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.conversion.check import prepare
 from quantkit.recipe import ConvertRecipe
@@ -17,7 +17,7 @@ from quantkit.recipe import ConvertRecipe
 class Trial:
     """`job` is the checked one once `check` was called; what the work finds out is in `run`."""
 
-    job: Job
+    job: CheckedJob
     run: Run
 
     @property
@@ -38,7 +38,7 @@ class Trial:
 
     def check(self):
         """Let the method check the job; the job with what it says."""
-        self.job = self.job.changed(checked=self.job.method.check(self.job))
+        self.job = replace(self.job, checked=self.job.method.check(self.job))
         return self.job
 
     def write(self):
@@ -48,10 +48,15 @@ class Trial:
         self.job.method.write(self.job, self.run)
 
 
+def trial_of(job, folder):
+    """A trial that is not checked yet."""
+    return Trial(CheckedJob.of(job, Checked(None)), Run(folder))
+
+
 def prepared(model, method, bits, folder, kind=None, **options):
     """A trial that is not checked yet, of the format `kind`."""
     recipe = ConvertRecipe(model=str(model), method=method, bits=bits, format=kind, options=options)
-    return Trial(prepare(recipe), Run(folder))
+    return trial_of(prepare(recipe), folder)
 
 
 def read_back(artifact):

@@ -22,7 +22,7 @@ from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.calibration.walk import own_sequences
 from quantkit.contracts.format import TensorWriter
-from quantkit.contracts.method import Job, Shapes
+from quantkit.contracts.method import CheckedJob, Shapes
 from quantkit.contracts.run import Run
 from quantkit.models.output_head import load_head
 from quantkit.numerics.grid import stored_scale
@@ -78,7 +78,7 @@ class _ScaleStudent:
 
     def __init__(
         self,
-        job: Job,
+        job: CheckedJob,
         values: Values,
         tuning: Tuning,
         inputs: Activations,
@@ -202,7 +202,7 @@ def divergence(exact: torch.Tensor, ours: torch.Tensor, gradient: torch.Tensor |
     return total
 
 
-def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
+def tune(job: CheckedJob, run: Run, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
     """Return the tuned scales (N, G) float32 of every quantized layer, by weight name.
 
     values(prefix) gives the quantized model's parameters of the block with that prefix, by full name; what it leaves
@@ -225,7 +225,7 @@ def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activation
     return {name: stored_scale(scales.scale * (1 + scales.best)) for name, scales in student.scales.items()}
 
 
-def tune_scales(job: Job, run: Run, writer: TensorWriter, steps: int, targets: Activations) -> None:
+def tune_scales(job: CheckedJob, run: Run, writer: TensorWriter, steps: int, targets: Activations) -> None:
     """Tune the scales of the layers of codes that are all in `writer`, and put them there."""
     for name, scales in tune(job, run, writer.block, Tuning(steps), targets).items():
         writer.replace_scales(name, scales)

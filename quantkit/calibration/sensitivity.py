@@ -29,7 +29,7 @@ from torch import nn
 from quantkit.calibration.activations import DTYPE, Activations, Store
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
-from quantkit.contracts.method import Job, Shapes
+from quantkit.contracts.method import CheckedJob, Shapes
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.models.output_head import load_head
@@ -87,7 +87,7 @@ Propose = Callable[[str], Changes | None]
 
 
 def kept_sensitivities(
-    job: Job, run: Run, kinds: Mapping[str, tuple[str, ...]], make: Make, maker: str, rows: int | None = None
+    job: CheckedJob, run: Run, kinds: Mapping[str, tuple[str, ...]], make: Make, maker: str, rows: int | None = None
 ) -> Scores:
     """The estimates of `sensitivities` for these `kinds` by tensor, from the user's cache where they are there.
 
@@ -117,7 +117,7 @@ def read_scores(path: Path) -> Scores:
         return {}
 
 
-def _kept_at(job: Job, maker: str) -> Path:
+def _kept_at(job: CheckedJob, maker: str) -> Path:
     """Where the scores of this source, text and maker are kept."""
     digest = hashlib.sha256()
     for part in (VERSION, SEQUENCES, maker, job.recipe.seed, sorted(job.source.hashes.items())):
@@ -160,7 +160,7 @@ def peak_bytes(spec: CalibrationSpec, shapes: Shapes, with_head: bool = False) -
     }
 
 
-def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
+def sensitivities(job: CheckedJob, run: Run, propose: Propose) -> Scores:
     """The estimated divergence in nats a token, by tensor (the skeleton's name) and kind of change.
 
     `propose(name)` says which changes of the tensor are to be tried; those of a linear layer of a block, of the token
@@ -195,7 +195,7 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
 class _Measurement:
     """One pass forward and one back. Sums over tokens of the squared effect of each change, by tensor and kind."""
 
-    def __init__(self, job: Job, propose: Propose, ids: torch.Tensor, path: Path) -> None:
+    def __init__(self, job: CheckedJob, propose: Propose, ids: torch.Tensor, path: Path) -> None:
         self._job, self._skeleton, self._propose, self._ids, self._path = job, job.skeleton, propose, ids, path
         self._passes = Passes(job, BATCH_TOKENS)
         self._device, model = self._passes.device, job.skeleton.model

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.artifact import CalibrationEntry
-from quantkit.contracts.method import CalibrationTokens, Job
+from quantkit.contracts.method import CalibrationTokens, CheckedJob
 from quantkit.contracts.windows import Window
 from quantkit.data.chat import said
 from quantkit.data.passages import WORDS, kept_of, seen_in
@@ -19,7 +19,7 @@ from quantkit.recipe import CalibrationSpec
 from quantkit.system.memory import trim_heap
 
 
-def tokens_of(job: Job) -> CalibrationTokens:
+def tokens_of(job: CheckedJob) -> CalibrationTokens:
     """The job's tokens; drawn here where its check has not drawn them."""
     source, recipe = job.source, job.recipe
     return job.calibration or draw_tokens(source.tokenizer(), recipe.calibration, recipe.seed, source.config)

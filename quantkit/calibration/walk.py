@@ -24,7 +24,7 @@ from quantkit.calibration.passes import SourceValues, embed
 from quantkit.calibration.suspended import OffloadFile
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.format import TensorWriter
-from quantkit.contracts.method import BATCH_TOKENS, Job
+from quantkit.contracts.method import BATCH_TOKENS, CheckedJob
 from quantkit.contracts.run import Findings, Run
 from quantkit.models.config import beside_states
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter
@@ -39,7 +39,7 @@ Restore = Callable[[int, str], dict[str, torch.Tensor] | None]
 
 
 def walk(
-    job: Job,
+    job: CheckedJob,
     run: Run,
     *,
     exact: float = 0.0,
@@ -176,7 +176,7 @@ def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str],
     return note
 
 
-def measure_importance(job: Job, run: Run) -> dict[str, NDArray[np.float32]]:
+def measure_importance(job: CheckedJob, run: Run) -> dict[str, NDArray[np.float32]]:
     """Mean squared input of every linear layer in the blocks: weight name -> (columns,) float32.
 
     An expert that saw too few tokens has that of all experts of its block, which is noted.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion import check, convert
@@ -172,7 +172,7 @@ class Comparison:
         """The artifact of a variant, reused or converted."""
         return self.reusable_artifact(ready.job) or convert.run(ready, progress)
 
-    def reusable_artifact(self, job: Job) -> Artifact | None:
+    def reusable_artifact(self, job: CheckedJob) -> Artifact | None:
         """The finished artifact of the same recipe and source, if there is one, its files unchanged."""
         if not (self.folder_of(job) / MANIFEST).is_file():
             return None
@@ -235,7 +235,7 @@ class Comparison:
             baseline, hardware = baseline or report.baseline, report.hardware
         return report if report.fingerprint == evaluation.fingerprint(baseline, hardware) else None
 
-    def need_of(self, job: Job) -> MemoryNeed:
+    def need_of(self, job: CheckedJob) -> MemoryNeed:
         """What it takes to evaluate a variant whole that is still to be made."""
         bits, windows = job.recipe.bits or job.method.default_bits, self.of_original.cut.windows
         return need_of_copy(self.source, job.format, job.checked.nbytes, bits, windows)

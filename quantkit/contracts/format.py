@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from quantkit.contracts.run import Checked, Run
 from quantkit.models.source import Source
@@ -155,7 +155,7 @@ class Kind:
 
     bits: str
     words: str = ""
-    quantization: Mapping[str, Any] = field(default_factory=dict)
+    quantization: Mapping[str, object] = field(default_factory=dict)
     only: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -207,16 +207,16 @@ class Format:
     holds: tuple[Content, ...]
     loading: Mapping[str, Loading]
     recognizes: Callable[[Path], bool]
-    open: Callable[[Path, tuple[str, ...], dict[str, Any]], TensorReader]
-    check: Callable[[Source, Skeleton, Layout], Checked] | None = None
+    open: Callable[[Path, tuple[str, ...], dict[str, object]], TensorReader]
+    check: Callable[[Source, Skeleton, Layout], Checked[Layout]] | None = None
     writer: Callable[[Source, Skeleton, Run, Layout], AbstractContextManager[TensorWriter]] | None = None
-    open_quantized: Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReader] | None = None
+    open_quantized: Callable[[Path, tuple[str, ...], dict[str, object]], QuantizedReader] | None = None
     weight_files: tuple[str, ...] = ("*.safetensors",)
     kinds: tuple[Kind, ...] = (Kind("any"),)
-    refusals: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda _quantization: {}
+    refusals: Callable[[Mapping[str, object]], Mapping[str, str]] = lambda _quantization: {}
     servers: Mapping[str, str] = field(default_factory=dict)
     recorded_options: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}
-    refuse_tensors: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], None] | None = None
+    refuse_tensors: Callable[[dict[str, object], Mapping[str, tuple[int, ...]]], None] | None = None
     prepared: Callable[[Source], Source] = lambda source: source
     usage: str = ""
     library: str = "transformers"

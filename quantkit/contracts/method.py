@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic
+
+from typing_extensions import TypeVar
 
 from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.format import Content, Format, Layout, TensorWriter
-from quantkit.contracts.run import Checked, Run
+from quantkit.contracts.run import Checked, Plan, Run
 from quantkit.contracts.shared_writer import following, leading
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
 from quantkit.models.source import Source
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from quantkit.models.skeleton import Skeleton
+
+# Of jobs, which are only read; of methods, which also take them.
+Options = TypeVar("Options", bound=Strict, covariant=True, default=Strict)
+OwnOptions = TypeVar("OwnOptions", bound=Strict, default=Strict)
+OwnPlan = TypeVar("OwnPlan", default=object)
+TakenOptions = TypeVar("TakenOptions", bound=Strict, contravariant=True, default=Strict)
 
 
 @dataclass(frozen=True)
@@ -83,19 +91,19 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
-class BitSearch:
+class BitSearch(Generic[TakenOptions, OwnPlan]):
     """What a method chooses by long work before it writes, such as the bits of each layer.
 
-    choose(job, run) gives the job with what was chosen in its plan, and keeps it among the findings, so that unfinished
-    work goes on with it. memory(job, shapes) names phases of it with the bytes that they hold.
+    choose(job, run) gives the plan with what was chosen, and keeps that among the findings, so that unfinished work
+    goes on with it. memory(job, shapes) names phases of it with the bytes that they hold.
     """
 
-    choose: Callable[[Job, Run], Job]
-    memory: Callable[[Job, Shapes], Mapping[str, int]]
+    choose: Callable[[CheckedJob[TakenOptions, OwnPlan], Run], OwnPlan]
+    memory: Callable[[CheckedJob[TakenOptions, OwnPlan], Shapes], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Generic[OwnOptions, OwnPlan]):
     """A way to quantize. It knows no file: what it makes goes to the job's format.
 
     Every format that holds what it `makes` can be written, `default_format` where none is asked for. With some bits it
@@ -117,20 +125,20 @@ class Method:
     reference: str
     bits: tuple[str, ...]
     default_bits: str
-    Options: type[Strict]
+    Options: type[OwnOptions]
     makes: Content
     default_format: str
-    check: Callable[[Job], Checked]
-    write: Callable[[Job, Run], None]
+    check: Callable[[Job[OwnOptions]], Checked[OwnPlan]]
+    write: Callable[[CheckedJob[OwnOptions, OwnPlan], Run], None]
     weights_comparable: bool = True
-    calibrated: Callable[[Any], bool] = lambda _options: False
-    needs_torch: Callable[[Any], bool] = lambda _options: True
-    peak_memory: Callable[[Job, Shapes], PeakMemory] | None = None
-    refuse_config: Callable[[Mapping[str, Any]], str | None] = lambda _config: None
+    calibrated: Callable[[OwnOptions], bool] = lambda _options: False
+    needs_torch: Callable[[OwnOptions], bool] = lambda _options: True
+    peak_memory: Callable[[CheckedJob[OwnOptions, OwnPlan], Shapes], PeakMemory] | None = None
+    refuse_config: Callable[[Mapping[str, object]], str | None] = lambda _config: None
     other_kinds: Mapping[str, tuple[Content, str]] = field(default_factory=dict)
     bits_of: Callable[[Source], str | None] = lambda _source: None
-    refuse_ranks: Callable[[Job], str | None] = lambda _job: "it is done by one"
-    bit_search: BitSearch | None = None
+    refuse_ranks: Callable[[Job[OwnOptions]], str | None] = lambda _job: "it is done by one"
+    bit_search: BitSearch[OwnOptions, OwnPlan] | None = None
     records: tuple[str, ...] = ()
 
     def kind_of(self, bits: str | None) -> tuple[Content, str]:
@@ -149,9 +157,9 @@ class Method:
             f"It has: {', '.join(self.bits)}."
         )
 
-    def parse_options(self, options: dict[str, Any]) -> Any:
+    def parse_options(self, options: Mapping[str, object]) -> OwnOptions:
         """Return the method's options record; raises RecipeError."""
-        return parse(self.Options, options, f"options of the method {self.name}")
+        return parse(self.Options, dict(options), f"options of the method {self.name}")
 
 
 @dataclass(frozen=True)
@@ -174,34 +182,45 @@ FEEDBACK_RECORD = (
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Generic[Options]):
     """A recipe with its opened source, its method and the format to write.
 
     `options` is the method's record. `device` is torch's name of where the maths runs, `batch_tokens` of calibration
     go through a block together, activations beyond `offload_bytes` go to files, and the process may take `max_memory`
-    bytes (None: what is free). `checked` and `calibration` (of methods that calibrate) are there once it was checked.
-    `shards` are the processes that share the work.
+    bytes (None: what is free). `shards` are the processes that share the work.
     """
 
     source: Source
     recipe: ConvertRecipe
     method: Method
     format: Format
-    options: Any
+    options: Options
     device: str
     offload_bytes: int
     max_memory: int | None = None
     batch_tokens: int = BATCH_TOKENS
-    checked: Checked = field(default_factory=Checked)
-    calibration: CalibrationTokens | None = None
     shards: Shards = field(default_factory=joined_shards)
+    # Of all copies of the job, with the config.json that each was built of.
+    _skeletons: list[tuple[Mapping[str, object], Skeleton]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def bits(self) -> str:
         """The bits, in the words of the method's users."""
         return self.recipe.bits or self.method.default_bits
 
-    def check_layout(self, layout: Layout) -> Checked:
+    @property
+    def skeleton(self) -> Skeleton:
+        """The model without weights, built once. Whoever loads weights into it takes them out again."""
+        from quantkit.models.skeleton import open_skeleton
+
+        source = self.source
+        for config, skeleton in self._skeletons:
+            if config is source.config:
+                return skeleton
+        self._skeletons.append((source.config, open_skeleton(source.config, settings=source.settings)))
+        return self._skeletons[-1][1]
+
+    def check_layout(self, layout: Layout) -> Checked[Layout]:
         """Let the format refuse what it cannot hold; raises UnsupportedError, RecipeError."""
         if self.format.check is None:
             raise UnsupportedError(f"the format {self.format.name} takes no tensors one by one")
@@ -215,20 +234,26 @@ class Job:
             return following(self.shards)
         return leading(self.format.writer(self.source, self.skeleton, run, layout), self.shards)
 
-    def with_layer_bits(self, run: Run) -> Job:
-        """This checked job with the bits of its layers, where they are chosen before the writing."""
-        return self if self.method.bit_search is None else self.method.bit_search.choose(self, run)
 
-    def changed(self, **values: Any) -> Job:
-        """This job with other values of some fields, and the same skeleton where that is built already."""
-        other = replace(self, **values)
-        if "skeleton" in self.__dict__ and other.source.config is self.source.config:
-            other.__dict__["skeleton"] = self.skeleton
-        return other
+@dataclass(frozen=True)
+class CheckedJob(Job[Options], Generic[Options, Plan]):
+    """A job with what its check decided, and the calibration tokens of a method that calibrates."""
 
-    @cached_property
-    def skeleton(self) -> Skeleton:
-        """The model without weights, built once. Whoever loads weights into it takes them out again."""
-        from quantkit.models.skeleton import open_skeleton
+    _: KW_ONLY
+    checked: Checked[Plan]
+    calibration: CalibrationTokens | None = None
 
-        return open_skeleton(self.source.config, settings=self.source.settings)
+    @classmethod
+    def of(
+        cls, job: Job[Options], checked: Checked[Plan], calibration: CalibrationTokens | None = None
+    ) -> CheckedJob[Options, Plan]:
+        """The job with what was decided."""
+        asked = {field.name: getattr(job, field.name) for field in fields(job)}
+        return cls(**asked, checked=checked, calibration=calibration)
+
+
+def with_layer_bits(job: CheckedJob, run: Run) -> CheckedJob:
+    """The job with the bits of its layers in its plan, where they are chosen before the writing."""
+    if (search := job.method.bit_search) is None:
+        return job
+    return replace(job, checked=replace(job.checked, plan=search.choose(job, run)))

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Generic
+
+from typing_extensions import TypeVar
 
 from quantkit.progress import Progress
 
+Plan = TypeVar("Plan", covariant=True, default=object)
+
 
 @dataclass(frozen=True)
-class Checked:
+class Checked(Generic[Plan]):
     """What a check found out before any long work.
 
-    `nbytes` that the artifact needs; `options` that were resolved, such as ``auto``; `notes` for the user; `plan`:
-    whatever the method's or the format's own work goes by.
+    `plan` is what the method's or the format's own work goes by; `nbytes` what the artifact needs; `options` those that
+    were resolved, such as ``auto``; `notes` are for the user.
     """
 
+    plan: Plan
     nbytes: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    plan: Any = None
 
 
 @dataclass
@@ -41,7 +45,7 @@ class Findings:
         """Count one tensor stored as `tensor_type`."""
         self.tensor_types[tensor_type] = self.tensor_types.get(tensor_type, 0) + 1
 
-    def to_values(self) -> dict[str, Any]:
+    def to_values(self) -> dict[str, object]:
         """As JSON values, for the journal of unfinished work."""
         return asdict(self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 from quantkit.calibration.tokens import context_notes
 from quantkit.contracts.format import Content
@@ -53,7 +54,7 @@ def _accepted_bits(method: Method, job: Job, walked: bool) -> str | None:
         if method.refuse_config(job.source.config) or (walked and method.calibrated(options)):
             return None
         try:
-            method.check(job.changed(recipe=recipe, method=method, format=kind, options=options))
+            method.check(replace(job, recipe=recipe, method=method, format=kind, options=options))
             if method.calibrated(options):
                 context_notes(recipe.calibration, job.source.config)
         except QuantkitError:

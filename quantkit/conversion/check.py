@@ -12,7 +12,7 @@ import numpy as np
 from quantkit.calibration.tokens import context_notes, draw_tokens
 from quantkit.checkpoints.side_files import GENERATION, VOCABULARIES
 from quantkit.contracts.format import Content
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
@@ -43,7 +43,7 @@ class ReadyJob:
     `force`: what is at `out` is replaced.
     """
 
-    job: Job
+    job: CheckedJob
     out: Path
     force: bool
     disk_bytes: int
@@ -106,39 +106,42 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
     place = place_for(job, out, force)
     held, held_notes = _passed_through(job, job.source.passthrough)
     if len(held) < len(job.source.passthrough):
-        job = job.changed(source=OverriddenSource(job.source, passthrough=held))
+        job = replace(job, source=OverriddenSource(job.source, passthrough=held))
     tokenizer_notes = _tokenizer_notes(job.source)  # first: a tokenizer that cannot be used is refused by every method
     try:
-        job = job.changed(checked=job.method.check(job))
+        checked = job.method.check(job)
     except UnsupportedError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
+    further: tuple[str, ...] = ()
     if job.method.needs_torch(job.options):
-        job = _with_leftovers(job)
+        source, further = _with_leftovers(job)
+        job = replace(job, source=source)
     notes = (
         *held_notes,
-        *job.checked.notes,
+        *checked.notes,
+        *further,
         *_source_notes(job.source),
         *_untested_notes(job),
         *_left_alone_notes(job),
         *tokenizer_notes,
     )
     others = job.source.others.values()  # methods count two bytes for each value that stays as it is
-    nbytes = job.checked.nbytes + sum(max(0, info.nbytes - 2 * info.parameters) for info in others)
-    job = job.changed(checked=replace(job.checked, nbytes=nbytes, notes=notes))
+    nbytes = checked.nbytes + sum(max(0, info.nbytes - 2 * info.parameters) for info in others)
     # At the end of a checkpoint its spool and its shards lie side by side.
-    disk_bytes = job.checked.nbytes * (2 if job.format.keeps else 1)
+    disk_bytes = nbytes * (2 if job.format.keeps else 1)
     refuse_small_disk(place, disk_bytes)
+    tokens = None
     if job.method.calibrated(job.options):
         recipe, config = job.recipe, job.source.config
-        notes = (*job.checked.notes, *context_notes(recipe.calibration, config))
+        notes = (*notes, *context_notes(recipe.calibration, config))
         tokens = draw_tokens(job.source.tokenizer(), recipe.calibration, recipe.seed, config)
-        job = job.changed(calibration=tokens, checked=replace(job.checked, notes=notes))
         _refuse_many_ranks(job.shards.size, *tokens.ids.shape)
-    job, forecast = fit_memory(job)
+    checked_job = CheckedJob.of(job, replace(checked, nbytes=nbytes, notes=notes), tokens)
+    checked_job, forecast = fit_memory(checked_job)
     if forecast is not None and forecast.offloaded:
         disk_bytes += forecast.offloaded
         refuse_small_disk(place, disk_bytes)
-    return ReadyJob(job, place, force, disk_bytes, forecast)
+    return ReadyJob(checked_job, place, force, disk_bytes, forecast)
 
 
 def _refuse_ranks(job: Job) -> None:
@@ -243,21 +246,20 @@ def _ends_notes(source: Source, config: dict[str, Any], rows: int | None) -> tup
     )
 
 
-def _with_leftovers(job: Job) -> Job:
-    """The job with the tensors that its model does not use to be kept, or without them; notes tell which."""
+def _with_leftovers(job: Job) -> tuple[Source, tuple[str, ...]]:
+    """The source with the tensors that its model does not use to be kept, or without them; notes tell which."""
     from quantkit.models.skeleton import leftovers
 
     source = job.source
     idle, useless, beside = leftovers(source, job.skeleton)
     if not idle and not useless and not beside:
-        return job
+        return source, ()
     if job.method.makes is Content.FLOATS:
         useless, beside = [], [*useless, *beside]
     told = [_rest_note(source, {source.published(name): name for name in useless}, USELESS)] if useless else []
     held, notes = _passed_through(job, {source.published(name): name for name in beside})
     passthrough = {**source.passthrough, **held}
-    source = OverriddenSource(source, dropped={*idle, *useless, *beside}, passthrough=passthrough)
-    return job.changed(source=source, checked=replace(job.checked, notes=(*job.checked.notes, *told, *notes)))
+    return OverriddenSource(source, dropped={*idle, *useless, *beside}, passthrough=passthrough), (*told, *notes)
 
 
 def _passed_through(job: Job, names: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:

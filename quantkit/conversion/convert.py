@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from quantkit.artifact import MANIFEST, Artifact, Manifest, open_artifact
 from quantkit.checkpoints.spool import JOURNAL, SPOOL, restore
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import CheckedJob, with_layer_bits
 from quantkit.contracts.run import Findings, Run
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.check import ReadyJob, check, prepare
@@ -113,7 +113,7 @@ def follow(ready: ReadyJob) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(parent) as folder:
             ours = Run(folder)
-            ready.job.method.write(ready.job.with_layer_bits(ours), ours)
+            ready.job.method.write(with_layer_bits(ready.job, ours), ours)
 
 
 def import_gguf(
@@ -142,7 +142,7 @@ def import_gguf(
     return run(check(prepare(recipe, GgufCheckpoint(path, tokenizer, config)), out, force), progress).folder
 
 
-def _make(job: Job, folder: Path, progress: Progress) -> None:
+def _make(job: CheckedJob, folder: Path, progress: Progress) -> None:
     """Write the artifact into `folder`, prove it, and write the manifest last."""
     findings = _restored(folder)
     inherited = inherited_metadata(job.source.folder)
@@ -156,7 +156,7 @@ def _make(job: Job, folder: Path, progress: Progress) -> None:
     if job.shards.size > 1:
         current.findings.note(f"{job.shards.size} processes shared the work; bytes depend on their number", "processes")
     try:
-        job = job.with_layer_bits(current)
+        job = with_layer_bits(job, current)
         job.method.write(job, current)
     except ValuesError:
         raise
@@ -182,7 +182,7 @@ def _restored(folder: Path) -> Findings | None:
         return None
 
 
-def _refuse_unwritable(job: Job, folder: Path, text: MethodText, inherited: dict[str, Any]) -> None:
+def _refuse_unwritable(job: CheckedJob, folder: Path, text: MethodText, inherited: dict[str, Any]) -> None:
     """Raise SourceError where manifest or card could not be written at the end, whatever the source's files hold."""
     with told(f"no manifest and card can be written for {shown(job.source.name)}", SourceError):
         draft = make_manifest(job, Run(folder)).model_copy(update={"weight_files": ("weights",)})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import CheckedJob, with_layer_bits
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import ReadyJob
 from quantkit.conversion.forecast import Forecast
@@ -52,7 +52,7 @@ class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
     """Ends the trial: the first units of the work are done."""
 
 
-def _measure(job: Job) -> tuple[float, float]:
+def _measure(job: CheckedJob) -> tuple[float, float]:
     """Begin the conversion in a temporary folder; (seconds before the first unit, seconds of the whole work).
 
     The work's first unit, a decoder block where the method has such, stands for all; what is chosen before the writing
@@ -63,8 +63,8 @@ def _measure(job: Job) -> tuple[float, float]:
         run = Run(folder)
         before, work = 0.0, 0.0
         if job.method.bit_search is not None:
-            chosen: list[Job] = []
-            before, work = _trial(run, lambda: chosen.append(job.with_layer_bits(run)))
+            chosen: list[CheckedJob] = []
+            before, work = _trial(run, lambda: chosen.append(with_layer_bits(job, run)))
             job = chosen[0] if chosen else job
         further = _trial(run, lambda: job.method.write(job, run))
         return before + further[0], work + further[1]

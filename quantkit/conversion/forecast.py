@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
 from quantkit.checkpoints.safetensors import ITEM_BYTES, SLAB_BYTES
-from quantkit.contracts.method import BATCH_TOKENS, Job, Shapes
+from quantkit.contracts.method import BATCH_TOKENS, CheckedJob, Job, Shapes
 from quantkit.conversion.prove import PIECE
 from quantkit.errors import ResourceError
 from quantkit.system.device import CPU, memory_of
@@ -96,7 +96,7 @@ def shapes_of(job: Job) -> Shapes:
     )
 
 
-def forecast(job: Job, shapes: Shapes) -> Forecast:
+def forecast(job: CheckedJob, shapes: Shapes) -> Forecast:
     """Predict a checked job whose method says what memory it takes."""
     assert job.method.peak_memory is not None
     peak = job.method.peak_memory(job, shapes)
@@ -143,15 +143,15 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
     return Forecast(process, phases, streams - activations + suspended - waiting, on_device)
 
 
-def _with_larger_batches(job: Job, shapes: Shapes, free: int) -> tuple[Job, Forecast]:
+def _with_larger_batches(job: CheckedJob, shapes: Shapes, free: int) -> tuple[CheckedJob, Forecast]:
     """The job with as many tokens in a batch as fit into the `free` bytes of its device, at most `GPU_BATCH_TOKENS`."""
-    job = job.changed(batch_tokens=GPU_BATCH_TOKENS)
+    job = replace(job, batch_tokens=GPU_BATCH_TOKENS)
     while (predicted := forecast(job, shapes)).on_device > free and job.batch_tokens > BATCH_TOKENS:
-        job = job.changed(batch_tokens=job.batch_tokens // 2)
+        job = replace(job, batch_tokens=job.batch_tokens // 2)
     return job, predicted
 
 
-def fit_memory(job: Job) -> tuple[Job, Forecast | None]:
+def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
     """Forecast a checked job within `job.max_memory` (None: what is free); offload activations where that helps.
 
     Returns the job with the activations that it may keep in memory, and its forecast, None where its method gives none.
@@ -167,7 +167,7 @@ def fit_memory(job: Job) -> tuple[Job, Forecast | None]:
         free = free_memory(job.device)
         job, predicted = _with_larger_batches(job, shapes, free)
     if predicted.memory > limit_bytes or predicted.on_device > free:
-        offloading = job.changed(offload_bytes=0)
+        offloading = replace(job, offload_bytes=0)
         other = forecast(offloading, shapes)
         if other.memory < predicted.memory or other.on_device < predicted.on_device:
             job, predicted = offloading, other

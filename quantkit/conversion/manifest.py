@@ -8,7 +8,7 @@ from typing import Any
 
 import quantkit
 from quantkit.artifact import Manifest, SourceEntry, package_versions
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.run import Run
 from quantkit.conversion.staging import list_files
 from quantkit.models.source import Source
@@ -21,7 +21,7 @@ PACKAGE = Path(quantkit.__file__).parent
 NOT_OF_THE_WORK = "cli"  # the folder whose code decides no byte
 
 
-def fingerprint(job: Job) -> dict[str, Any]:
+def fingerprint(job: CheckedJob) -> dict[str, Any]:
     """All that decides the bytes of a checked job's artifact, as JSON values: only work that agrees is gone on with."""
     values: dict[str, Any] = {
         "recipe": job.recipe.model_dump(mode="json"),
@@ -69,7 +69,7 @@ def portable(job: Job) -> ConvertRecipe:
     return job.recipe.model_copy(update={"model": job.source.name, "adapters": adapters, "calibration": calibration})
 
 
-def make_manifest(job: Job, run: Run) -> Manifest:
+def make_manifest(job: CheckedJob, run: Run) -> Manifest:
     """The manifest of what lies in the run's folder, but for the weights' errors and the card."""
     files = list_files(run.folder)
     weights = tuple(name for name in files if any(Path(name).match(pattern) for pattern in job.format.weight_files))

@@ -366,7 +366,7 @@ def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, i
     return group_size
 
 
-def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
     """Refuse models and shapes that the layout cannot hold; resolve the group size, and count the bytes."""
     if unheld := [bits for bits in layout.every_bits if bits not in packing.bits]:
         known = ", ".join(map(str, packing.bits))
@@ -393,7 +393,7 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
     plan = replace(layout, group_size=group_size, least_zero=packing.least_zero)
     if layout.head_bits is not None:
         notes += _head_notes(source, skeleton, packing, plan)
-    return Checked(nbytes, {"group_size": group_size}, tuple(notes), plan)
+    return Checked(plan, nbytes, {"group_size": group_size}, tuple(notes))
 
 
 def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout) -> None:

@@ -118,7 +118,7 @@ def has_bfloat16_units() -> bool:
     return bool(has_avx512bf16())
 
 
-def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
     refuse_shapes(source, skeleton)
     linears = linears_to_quantize(source, skeleton)
     replaced = replaced_layers(source.config, linears, source.settings)
@@ -144,9 +144,9 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
             f"{FOR_CARDS}. Judge there with --engine reference"
         )
     return Checked(
+        replace(layout, dense=replaced.dense, skipped=replaced.skipped),
         int(quantized * 4.6 / 8 + (source.parameters - quantized) * 2 + 50_000_000),
         notes=tuple(notes),
-        plan=replace(layout, dense=replaced.dense, skipped=replaced.skipped),
     )
 
 

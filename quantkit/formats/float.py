@@ -305,11 +305,11 @@ class _Writer(TensorWriter):
         self.run.findings.count(self.dtype)
 
 
-def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
     from quantkit.models.skeleton import refuse_shapes
 
     refuse_shapes(source, skeleton)
-    return Checked(source.parameters * ITEM_BYTES[layout.dtype] + 50_000_000, plan=layout)
+    return Checked(layout, source.parameters * ITEM_BYTES[layout.dtype] + 50_000_000)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Checked
 from quantkit.errors import RecipeError
-from quantkit.methods._layer_bits import BitsByLayer
+from quantkit.methods._layer_bits import BitsByLayer, GroupedOptions
 from quantkit.models.skeleton import load
 from quantkit.numerics.scaled_rounding import FLOAT4_GROUPS, Float4, divisor_of
 
@@ -21,7 +21,7 @@ OTHER_KINDS = {
 }
 
 
-def check_float4(job: Job) -> Checked:
+def check_float4(job: Job[GroupedOptions]) -> Checked[Layout]:
     """Refuse what these grids have not, and what the format cannot hold; raises RecipeError, UnsupportedError."""
     size, options = FLOAT4_GROUPS[job.bits], job.options
     if options.group_size not in ("auto", size):

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field
 
 from quantkit.calibration.sensitivity import kept_sensitivities, peak_bytes, work_bytes
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import BitSearch, Job, Shapes
+from quantkit.contracts.method import BitSearch, CheckedJob, Job, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError
 from quantkit.methods._targets import AUTO, given_target, write_recipe
@@ -85,7 +85,7 @@ def targeted(options: BitsByLayer) -> bool:
     return options.target_bpw is not None or options.target_kld is not None
 
 
-def base_bits(job: Job) -> int:
+def base_bits(job: Job[BitsByLayer]) -> int:
     """The bits that are asked for; where layers' bits are chosen, the most that they may get."""
     return max(job.options.target_bits or WIDTHS) if job.bits == AUTO else int(job.bits)
 
@@ -95,12 +95,12 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def check_bits(job: Job, layout: Layout) -> Checked:
+def check_bits(job: Job[BitsByLayer], layout: Layout) -> Checked[Layout]:
     """What the format says of a layout whose layers get bits of their own where that is asked for.
 
     Raises RecipeError for options that contradict each other, and for targets that are out of reach.
     """
-    options: BitsByLayer = job.options
+    options = job.options
     target = given_target(job, ("target_bpw", "target_kld"), ("layer_bits",), "bits")
     if options.target_bits is not None and (target is None or not set(options.target_bits) <= set(WIDTHS)):
         known = ", ".join(map(str, WIDTHS))
@@ -168,7 +168,7 @@ def size_in_bits(shape: tuple[int, int], bits: int, layout: Layout) -> int:
     return rows * columns * bits + rows * groups * (SCALE_BITS + (0 if layout.symmetric else bits))
 
 
-def _refuse_far(job: Job, layout: Layout) -> int:
+def _refuse_far(job: Job[BitsByLayer], layout: Layout) -> int:
     """The bytes by which a target's artifact is smaller than the largest; raises RecipeError for one out of reach."""
     asked, shapes = job.options.target_bpw, job.skeleton.linears().values()
     if asked is None:
@@ -189,13 +189,13 @@ def _refuse_far(job: Job, layout: Layout) -> int:
     return int((high - asked) * weights / 8)
 
 
-def choose_bits(job: Job, run: Run) -> Job:
-    """Return the job with each layer's bits in its plan, where they are to be chosen; a note says what was chosen.
+def choose_bits(job: CheckedJob[BitsByLayer, Layout], run: Run) -> Layout:
+    """Return the job's layout with each layer's bits, where they are to be chosen; a note says what was chosen.
 
     Raises RecipeError where the target is out of reach of the estimate.
     """
     if not targeted(job.options):
-        return job
+        return job.checked.plan
     bits: dict[str, int] = {}
     if job.shards.rank == 0:
         kept: Any = run.findings.options.get(OPTION)  # what an interrupted run has chosen
@@ -203,11 +203,11 @@ def choose_bits(job: Job, run: Run) -> Job:
     bits = job.shards.from_leader(bits)
     run.findings.options[OPTION] = {module_of(name): width for name, width in bits.items()}
     write_recipe(job, run, {OPTION: run.findings.options[OPTION]})
-    return job.changed(checked=replace(job.checked, plan=with_bits(job, job.checked.plan, bits)))
+    return with_bits(job, job.checked.plan, bits)
 
 
-def _searched(job: Job, run: Run) -> dict[str, int]:
-    layout: Layout = job.checked.plan
+def _searched(job: CheckedJob[BitsByLayer, Layout], run: Run) -> dict[str, int]:
+    layout = job.checked.plan
     shapes, kinds = job.skeleton.linears(), tuple(map(str, layout.choices))
     maker = f"codes {VERSION}, groups of {layout.group_size}, {layout.symmetric}, {layout.least_zero}"
 
@@ -229,7 +229,7 @@ def _searched(job: Job, run: Run) -> dict[str, int]:
         if asked is not None:
             chosen = least_damage(sizes, damage, int(asked * weights))
         else:
-            chosen = fewest_bytes(sizes, damage, job.options.target_kld)
+            chosen = fewest_bytes(sizes, damage, job.options.target_kld or 0.0)
     except ValueError:
         least = sum(min(row) for row in damage)
         raise RecipeError(
@@ -248,7 +248,7 @@ def _searched(job: Job, run: Run) -> dict[str, int]:
     return {name: bits[name] for name in shapes}
 
 
-def _memory(job: Job, shapes: Shapes) -> Mapping[str, int]:
+def _memory(job: CheckedJob[BitsByLayer, Layout], shapes: Shapes) -> Mapping[str, int]:
     return peak_bytes(job.recipe.calibration, shapes) if targeted(job.options) else {}
 
 

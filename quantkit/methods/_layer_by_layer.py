@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quantkit.contracts.format import Written
-from quantkit.contracts.method import Job
+from quantkit.contracts.format import Layout, Written
+from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.run import Run
+from quantkit.recipe import Strict
 
 
-def write_layers(job: Job, run: Run, what: str, of_block: Callable[[list[str]], Callable[[str], Written]]) -> None:
+def write_layers(
+    job: CheckedJob[Strict, Layout], run: Run, what: str, of_block: Callable[[list[str]], Callable[[str], Written]]
+) -> None:
     """Write every linear layer that the format quantizes, block by block, after those that an earlier run has finished.
 
     `of_block` is given the names of a block's weights and says what makes each of them; `what` names the step.

@@ -22,7 +22,7 @@ from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import FEEDBACK_RECORD, Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import FEEDBACK_RECORD, CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
@@ -180,8 +180,8 @@ def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight,
     return Refit(weight, hessian).rounds((layer, None), rounds, requantize)
 
 
-def _check(job: Job) -> Checked:
-    options: Options = job.options
+def _check(job: Job[Options]) -> Checked[Layout]:
+    options = job.options
     if options.refine:
         refuse_few_sequences(job)
     layout = Layout(base_bits(job), options.group_size, options.sym, head_bits=options.head_bits)
@@ -208,7 +208,7 @@ def _unscaled_notes(job: Job, scalings: list[list[Scaling]]) -> tuple[str, ...]:
     )
 
 
-def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
+def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory:
     squares = 4 * sum(columns**2 for _, columns in shapes.stages)
     # All Hessians of the block and its weights in float32 at once; then the search over one group of layers.
     with_feedback = job.options.rounding == "gptq"
@@ -226,7 +226,7 @@ def _exact_share(options: Options) -> float:
     return 0.0 if options.feedback is None else options.feedback.gptaq_share
 
 
-def _searched_sequences(job: Job, block: Block) -> int | None:
+def _searched_sequences(job: Job[Options], block: Block) -> int | None:
     """How many calibration sequences scales are searched on: all where weights are rounded on the same Hessians.
 
     Error feedback has its own, and scales need no more of them than it needs for the errors of earlier layers. All
@@ -248,7 +248,7 @@ def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> 
 
 
 def _scale_block(
-    job: Job,
+    job: CheckedJob[Options, Layout],
     block: Block,
     scalings: list[Scaling],
     values: dict[str, torch.Tensor],
@@ -266,7 +266,7 @@ def _scale_block(
         costs = mean
         if options.feedback is not None:
             costs = Feedback(mean, shrinkage=FEEDBACK.shrinkage, damp_percent=FEEDBACK.damp_percent).costs
-        rounding = PlainRounding(plan.group_size, options.sym, plan.bits_of(names[0]), clip=options.apply_clip)
+        rounding = PlainRounding(int(plan.group_size), options.sym, plan.bits_of(names[0]), clip=options.apply_clip)
         weights = [values[name] for name in names]
         scale = search_scale(weights, costs, rounding, options.n_grid, heads, job.shards)
         for hessian in seen.values():
@@ -276,18 +276,22 @@ def _scale_block(
 
 
 def _quantize_group(
-    job: Job, block: Block, values: dict[str, torch.Tensor], layers: dict[str, GroupedWeight], group: LinearGroup
+    job: CheckedJob[Options, Layout],
+    block: Block,
+    values: dict[str, torch.Tensor],
+    layers: dict[str, GroupedWeight],
+    group: LinearGroup,
 ) -> None:
     """Round linear layers with the same inputs: plainly within clipped ranges, or with GPTQ's error feedback."""
     options, plan = job.options, job.checked.plan
     bits = plan.bits_of(group.names[0])  # those of all that share their inputs
     if options.feedback is not None:
         rows = sum(len(values[name]) for name in group.names)
-        solver = Solver(group, bits, plan.group_size, options.feedback, rows, job.shards)
+        solver = Solver(group, bits, int(plan.group_size), options.feedback, rows, job.shards)
         sizes = {name: values[name].numel() for name in group.names}
         layers |= quantize_each(in_shares(solver.quantize, job.shards), sizes, values.pop, block.device)
     else:
-        rounding = PlainRounding(plan.group_size, plan.symmetric, bits, plan.least_zero, options.apply_clip)
+        rounding = PlainRounding(int(plan.group_size), plan.symmetric, bits, plan.least_zero, options.apply_clip)
         parted = PartedHessian(group.hessian) if options.refit else None
 
         def rounded(weight: torch.Tensor) -> GroupedWeight:
@@ -299,8 +303,8 @@ def _quantize_group(
         block.replace(name, layers[name].dense())
 
 
-def _write(job: Job, run: Run) -> None:
-    options: Options = job.options
+def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
+    options = job.options
     scalings = provable_scalings(job.skeleton, job.source.config)
     with job.open_writer(run, job.checked.plan) as writer:
         for block in walk(

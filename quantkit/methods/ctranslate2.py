@@ -8,6 +8,7 @@ were not measured to be exact, and settings that a short text cannot prove (rope
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from quantkit.checkpoints.rows import FLOATS
 from quantkit.contracts.format import Content
-from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.errors import ArtifactError, UnsupportedError
@@ -51,7 +52,7 @@ class Options(Strict):
     """CTranslate2 has no options."""
 
 
-def _check(job: Job) -> Checked:
+def _check(job: Job[Options]) -> Checked[None]:
     from quantkit.models.skeleton import open_skeleton, refuse_shapes
 
     import_engine()
@@ -76,7 +77,7 @@ def _check(job: Job) -> Checked:
     weights = sum(t.parameters * (item if len(t.shape) > 1 else 4) for t in job.source.tensors.values())
     scales = sum(4 * t.shape[0] for t in job.source.tensors.values() if len(t.shape) > 1)
     side = sum(path.stat().st_size for path in job.source.side_files().values())
-    return Checked(weights + scales + 2 * side)
+    return Checked(None, weights + scales + 2 * side)
 
 
 def _refuse_beyond_float16(job: Job) -> None:
@@ -90,7 +91,7 @@ def _refuse_beyond_float16(job: Job) -> None:
             cast_finite(torch.from_numpy(piece), torch.float16, f"{name} of {job.source.model}")
 
 
-def _write(job: Job, run: Run) -> None:
+def _write(job: CheckedJob[Options, None], run: Run) -> None:
     from quantkit.formats.ctranslate2.converter import write_model
 
     if job.bits in ("float16", "int8_float16"):
@@ -104,7 +105,7 @@ def _write(job: Job, run: Run) -> None:
         if short is not None:
             short.copy_side_files(temp)
             write_model(short, temp, job.bits)
-        _prove(job if short is None else job.changed(source=short), run, run.folder if short is None else temp)
+        _prove(job if short is None else replace(job, source=short), run, run.folder if short is None else temp)
         advance()
 
 

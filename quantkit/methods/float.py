@@ -6,7 +6,7 @@ For sources that are quantized: a GGUF file becomes a checkpoint that everything
 from __future__ import annotations
 
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job, Method
+from quantkit.contracts.method import CheckedJob, Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.recipe import Strict
 
@@ -15,11 +15,11 @@ class Options(Strict):
     """FLOAT has no options."""
 
 
-def _check(job: Job) -> Checked:
+def _check(job: Job[Options]) -> Checked[Layout]:
     return job.check_layout(Layout(dtype=job.bits))
 
 
-def _write(job: Job, run: Run) -> None:
+def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
     names = list(job.source.tensors)
     with (
         job.open_writer(run, job.checked.plan) as writer,

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
@@ -31,16 +31,16 @@ class Options(Strict):
     scale_search: bool = Field(True, description="search scales for the least squared error; false: largest / 448")
 
 
-def _layout(job: Job) -> Layout:
+def _layout(job: Job[Options]) -> Layout:
     return Layout(8, BLOCK if job.options.granularity == "block" else -1, values="float8")
 
 
-def _check(job: Job) -> Checked:
+def _check(job: Job[Options]) -> Checked[Layout]:
     return job.check_layout(_layout(job))
 
 
-def _write(job: Job, run: Run) -> None:
-    options: Options = job.options
+def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
+    options = job.options
     blocks = options.granularity == "block"
 
     def rounded(name: str) -> ScaledWeight:

@@ -22,7 +22,7 @@ from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
@@ -232,14 +232,14 @@ def _together(sizes: dict[str, int], most: int) -> list[list[str]]:
     return groups
 
 
-def _layout(job: Job) -> Layout:
-    options: Options = job.options
+def _layout(job: Job[Options]) -> Layout:
+    options = job.options
     settings = {name: getattr(options, name) for name in ("static_groups", "damp_percent", "true_sequential")}
     layout = Layout(base_bits(job), options.group_size, options.sym, options.desc_act, settings=settings)
     return replace(layout, head_bits=options.head_bits)
 
 
-def _check(job: Job) -> Checked:
+def _check(job: Job[Options]) -> Checked[Layout]:
     if job.bits in FLOAT4:
         return check_float4(job)
     if job.options.refine:
@@ -259,7 +259,7 @@ def exact_share(options: Options) -> float:
     return options.gptaq_share if options.gptaq and options.true_sequential else 0.0
 
 
-def streams(job: Job, shapes: Shapes, share: float) -> float:
+def streams(job: CheckedJob, shapes: Shapes, share: float) -> float:
     """Streams of activations where a `share` of the sequences is asked to go through the unquantized model, too."""
     spec = job.recipe.calibration
     sequences, length = (spec.sequences, spec.length) if job.calibration is None else job.calibration.ids.shape
@@ -281,8 +281,8 @@ def feedback_bytes(shapes: Shapes, device: str, gptaq: bool = True) -> int:
     return work
 
 
-def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
-    options: Options = job.options
+def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory:
+    options = job.options
     work = feedback_bytes(shapes, job.device, options.gptaq)
     if options.refine:  # weights, positions, their best and their gradients in float32
         work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tuned else 0)
@@ -290,20 +290,20 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
 
 
 def _quantize_group(
-    job: Job,
+    job: CheckedJob[Options, Layout],
     block: Block,
     layers: dict[str, GroupedWeight] | dict[str, ScaledWeight],
     float4: Float4 | None,
     group: LinearGroup,
 ) -> None:
     """Quantize linear layers that share their Hessian; put them into the block and into `layers`."""
-    options: Options = job.options
+    options = job.options
     rows = sum(block.linears[name].out_features for name in group.names)
     if not options.gptaq:
         group = replace(group, cross=None, paired=None)
     quantize: Any
     if float4 is None:
-        layout: Layout = job.checked.plan
+        layout = job.checked.plan
         bits = layout.bits_of(group.names[0])  # those of all that share their inputs
         solver = Solver(group, bits, int(layout.group_size), options.feedback, rows, job.shards)
         quantize = in_shares(solver.quantize, job.shards)
@@ -323,8 +323,8 @@ def _quantize_group(
         block.replace(name, layer.dense())
 
 
-def _write(job: Job, run: Run) -> None:
-    options: Options = job.options
+def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
+    options = job.options
     with job.open_writer(run, job.checked.plan) as writer:
         for block in walk(
             job,

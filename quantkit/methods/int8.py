@@ -19,7 +19,7 @@ from pydantic import Field
 from quantkit.calibration.block import Block
 from quantkit.calibration.walk import finished_block, walk
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods.awq import repeat_heads, share_heads
@@ -127,7 +127,7 @@ def rounding_noise(x: torch.Tensor) -> float:
     return float((x.abs().amax(-1) / INT8_TOP).square().mean()) / 12
 
 
-def _check(job: Job) -> Checked:
+def _check(job: Job[Options]) -> Checked[Layout]:
     checked = job.check_layout(Layout(8, values="int8"))
     if not job.options.smooth:
         return checked
@@ -150,7 +150,7 @@ def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
 
 
 def _smooth_block(
-    job: Job,
+    job: Job[Options],
     block: Block,
     scalings: list[Scaling],
     values: dict[str, torch.Tensor],
@@ -176,7 +176,7 @@ def _add_to(samples: dict[str, InputSample], name: str, x: torch.Tensor) -> None
 
 
 def _round_group(
-    job: Job, names: list[str], values: dict[str, torch.Tensor], hessian: torch.Tensor, sample: InputSample
+    job: Job[Options], names: list[str], values: dict[str, torch.Tensor], hessian: torch.Tensor, sample: InputSample
 ) -> dict[str, ScaledWeight]:
     """The layers `names` of the same inputs, taken out of `values`."""
     if job.options.rounding == "nearest":
@@ -188,7 +188,7 @@ def _round_group(
     return dict(quantize_each(lambda weight: int8_with_feedback(weight, moments), sizes, values.pop, hessian.device))
 
 
-def _write(job: Job, run: Run) -> None:
+def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
     scalings = provable_scalings(job.skeleton, job.source.config) if job.options.smooth else []
     with job.open_writer(run, job.checked.plan) as writer:
         for block in walk(job, run, restore=partial(finished_block, writer)):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job, Method
+from quantkit.contracts.method import CheckedJob, Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
@@ -48,7 +48,7 @@ def _bits_of(source: Source) -> str | None:
     return None
 
 
-def _check(job: Job) -> Checked:
+def _check(job: Job[Options]) -> Checked[Layout]:
     source = _source(job)
     layout = source.layout()
     bits = _bits_of(source)
@@ -63,7 +63,7 @@ def _check(job: Job) -> Checked:
             f"{differing[0]} of {job.source.model} is {how}, and the format {job.format.name} holds it the other way"
         )
     checked = job.check_layout(layout)
-    plan: Layout = checked.plan
+    plan = checked.plan
     if layout.least_zero < plan.least_zero:
         raise UnsupportedError(
             f"{job.source.model} has zero points of {layout.least_zero}, and the format {job.format.name} holds none "
@@ -79,7 +79,7 @@ def _rounded(source: QuantizedCheckpoint, dtype: str) -> tuple[str, ...]:
     return (f"tensors that are not quantized become {dtype}: {len(others)}, such as {others[0]}",) if others else ()
 
 
-def _write(job: Job, run: Run) -> None:
+def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
     reader = _source(job).reader
 
     def codes(name: str) -> GroupedWeight | ScaledWeight:

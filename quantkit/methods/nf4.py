@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import missing_package
 from quantkit.methods._layer_by_layer import write_layers
@@ -43,13 +43,13 @@ def _functional() -> Any:
     return functional
 
 
-def _layout(job: Job) -> Layout:
-    options: Options = job.options
+def _layout(job: Job[Options]) -> Layout:
+    options = job.options
     settings = {"double_quant": options.double_quant}
     return Layout(4, BLOCK, dtype=options.compute_dtype, settings=settings, min_quantized=options.min_quantized)
 
 
-def _check(job: Job) -> Checked:
+def _check(job: Job[Options]) -> Checked[Layout]:
     _functional()
     return job.check_layout(_layout(job))
 
@@ -62,8 +62,8 @@ def round_weight(weight: torch.Tensor, double_quant: bool) -> NormalFloatWeight:
     return NormalFloatWeight(packed, state.as_dict(packed=True))
 
 
-def _write(job: Job, run: Run) -> None:
-    options: Options = job.options
+def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
+    options = job.options
 
     def rounded(name: str) -> NormalFloatWeight:
         dtype = getattr(torch, options.compute_dtype)

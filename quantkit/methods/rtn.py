@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from quantkit.contracts.format import Content, Layout
-from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
@@ -35,19 +35,19 @@ def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: boo
     return round_to_nearest(weight, group_size, bits, symmetric=symmetric, least_zero=1)
 
 
-def _layout(job: Job) -> Layout:
-    options: Options = job.options
+def _layout(job: Job[Options]) -> Layout:
+    options = job.options
     return Layout(base_bits(job), options.group_size, options.sym, head_bits=options.head_bits)
 
 
-def _check(job: Job) -> Checked:
+def _check(job: Job[Options]) -> Checked[Layout]:
     if job.bits in FLOAT4:
         return check_float4(job)
     return check_bits(job, _layout(job))
 
 
-def _write(job: Job, run: Run) -> None:
-    layout: Layout = job.checked.plan
+def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
+    layout = job.checked.plan
 
     def of_block(names: list[str]) -> Callable[[str], GroupedWeight | ScaledWeight]:
         float4 = grid_of(job, names) if job.bits in FLOAT4 else None

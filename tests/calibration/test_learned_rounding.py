@@ -91,7 +91,7 @@ def test_a_solution_that_training_only_harms_is_given_back(rounded_block):
 def test_too_few_sequences_are_refused_before_work(tiny_llama):
     job = job_for(tiny_llama, "gptq", refine=True).job
     few = job.recipe.calibration.model_copy(update={"sequences": 15})
-    job = job.changed(recipe=job.recipe.model_copy(update={"calibration": few}))
+    job = replace(job, recipe=job.recipe.model_copy(update={"calibration": few}))
     with pytest.raises(RecipeError, match=r"holds out one calibration sequence in 8 and needs 16 or more; 15 were"):
         GPTQ.check(job)
 

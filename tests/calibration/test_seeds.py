@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -33,7 +34,7 @@ def seeded(model, method, seed, folder, **options):
     folder.mkdir(parents=True, exist_ok=True)
     trial = job_for(model, method, folder, length=LENGTH, **options)
     recipe = trial.job.recipe.model_copy(update={"seed": seed})
-    trial.job = trial.job.changed(calibration=tokens_of(trial.job), recipe=recipe)
+    trial.job = replace(trial.job, calibration=tokens_of(trial.job), recipe=recipe)
     return trial
 
 

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -90,7 +91,7 @@ def test_a_share_of_the_sequences_and_every_second_token(tiny_llama, monkeypatch
     ids, model, exact = calibration_ids(trial), plain_model(tiny_llama), plain_model(tiny_llama)
     groups = {}
     # 16 * 64 tokens: twice 4 a column of o_proj, not of the wider down_proj. Six do not divide the eight exact ones.
-    job = trial.job.changed(batch_tokens=6 * LENGTH)
+    job = replace(trial.job, batch_tokens=6 * LENGTH)
     blocks = walk(job, trial.run, exact=0.3, ample=4)
     block = next(blocks)
     assert block.batches() == [(0, 6), (6, 8), (8, 14), (14, 16)]
@@ -176,7 +177,7 @@ def repeated(block, visitor):
 def walked(folder, out, suspend, offload_bytes, exact, ample):
     """All that a walk gives, while each weight is replaced by a coarser one once its group is seen."""
     trial, seen = job_for(folder, "gptq", out, length=SHORT), []
-    job = trial.job.changed(offload_bytes=offload_bytes, batch_tokens=4 * SHORT)
+    job = replace(trial.job, offload_bytes=offload_bytes, batch_tokens=4 * SHORT)
     for block in walk(job, trial.run, exact=exact, ample=ample):
         seen.append(block.inputs.read().clone())
 

@@ -31,7 +31,7 @@ def other_file(name):
     def change(job, place, _):
         copy = Path(shutil.copytree(job.source.folder, place / "tiny"))
         (copy / name).write_text((copy / name).read_text() + "\n")
-        return job.changed(source=open_source(str(copy)))
+        return replace(job, source=open_source(str(copy)))
 
     return change
 
@@ -40,7 +40,7 @@ def other_calibration(job, place, _):
     text = place / SAMPLE.name
     place.mkdir(exist_ok=True)
     text.write_text(SAMPLE.read_text()[5000:])
-    return job.changed(calibration=checked(job.source.folder, place / "out", text=text).calibration)
+    return replace(job, calibration=checked(job.source.folder, place / "out", text=text).calibration)
 
 
 def patched(place, name, value):
@@ -52,18 +52,18 @@ def patched(place, name, value):
 
 
 CHANGES = {
-    "recipe": ("recipe", lambda job, *_: job.changed(recipe=job.recipe.model_copy(update={"revision": "main"}))),
-    "format": ("format", lambda job, *_: job.changed(format=find_format("awq"))),
+    "recipe": ("recipe", lambda job, *_: replace(job, recipe=job.recipe.model_copy(update={"revision": "main"}))),
+    "format": ("format", lambda job, *_: replace(job, format=find_format("awq"))),
     # an option that the recipe does not name, and whose default has changed
-    "option": ("options", lambda job, *_: job.changed(options=job.options.model_copy(update={"sym": False}))),
-    "resolved": ("options", lambda job, *_: job.changed(checked=replace(job.checked, options={"group_size": 16}))),
+    "option": ("options", lambda job, *_: replace(job, options=job.options.model_copy(update={"sym": False}))),
+    "resolved": ("options", lambda job, *_: replace(job, checked=replace(job.checked, options={"group_size": 16}))),
     "source": ("source", other_file("config.json")),
     "tokenizer": ("side_files", other_file("tokenizer.json")),
     "version": ("versions", patched(manifest, "package_versions", {"safetensors": "99.0"})),
     "code": ("code", patched(manifest, "code_digest", "another")),
     "calibration": ("calibration", other_calibration),
-    "device": ("device", lambda job, *_: job.changed(device="cuda")),
-    "batch_tokens": ("batch_tokens", lambda job, *_: job.changed(batch_tokens=2048)),
+    "device": ("device", lambda job, *_: replace(job, device="cuda")),
+    "batch_tokens": ("batch_tokens", lambda job, *_: replace(job, batch_tokens=2048)),
     "threads": ("threads", patched(torch, "get_num_threads", 99)),
     "processor": ("processor", patched(torch.backends.cpu, "get_cpu_capability", "ANOTHER")),
 }

@@ -1,10 +1,10 @@
 """Forecasts of memory, disk and time are near what real conversions take, and what does not fit is refused."""
 
-import dataclasses
 import json
 import math
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, prepare_job, quantkit
 
 from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.run import Findings
 from quantkit.conversion import check as checking
 from quantkit.conversion import dry_run as trial
@@ -109,7 +110,7 @@ def test_more_sequences_need_more_and_a_limit_makes_them_offload(tiny_with):
     def fitted(sequences, limit=None):
         calibration = {**CALIBRATION, "sequences": sequences, "length": 128}
         job = prepare_job(str(tiny_with(**SMALL)), "gptq", calibration=calibration, offload_gb=2.0)
-        job, predicted = fit_memory(job.changed(checked=job.method.check(job), max_memory=limit))
+        job, predicted = fit_memory(CheckedJob.of(replace(job, max_memory=limit), job.method.check(job)))
         assert predicted is not None
         return job, predicted
 
@@ -248,7 +249,7 @@ def test_the_time_is_that_of_the_first_units_times_their_share(tiny, tmp_path, m
 
     monkeypatch.setattr(trial, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
     job = prepare_job(str(tiny), "rtn")
-    found = dry_run(check(job.changed(method=dataclasses.replace(job.method, write=write)), tmp_path / "out"))
+    found = dry_run(check(replace(job, method=replace(job.method, write=write)), tmp_path / "out"))
     assert (found.before_seconds, found.work_seconds) == (15.0, pytest.approx(600.0))
     assert len(clock) == 1 + 1 + 10
 

@@ -15,6 +15,7 @@ from trials import dense, dense_values
 from bench.fuzz.quantized_bases import save_scaled
 from quantkit import convert, verify
 from quantkit.contracts.format import Layout
+from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import check, prepare
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
@@ -164,7 +165,7 @@ def test_what_awq_has_scaled_beside_layers_is_written_as_llama_cpp_counts_it(nam
 def test_a_finished_block_comes_back_as_it_was_added(bits, tiny, tmp_path):
     options = {"group_size": 64} if bits == "4" else {}
     job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits=bits, format="gguf", options=options))
-    job = job.changed(checked=job.method.check(job))
+    job = CheckedJob.of(job, job.method.check(job))
     job.source.copy_side_files(tmp_path)
     weight, norm = layer(4, 128, 128, 64) if bits == "4" else floats(128, 128), torch.randn(128)
     names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "input_layernorm")]

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,8 +16,9 @@ from trials import dense
 
 from bench.fuzz.quantized_bases import GPT_OSS
 from quantkit.calibration.tokens import draw_tokens
+from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.registry import find_method, formats, formats_for, methods
-from quantkit.contracts.run import Checked, Run
+from quantkit.contracts.run import Run
 from quantkit.contracts.stored import stored_values
 from quantkit.conversion.check import prepare
 from quantkit.errors import QuantkitError, UnsupportedError
@@ -125,9 +127,7 @@ def of_target(job, target):
     asked = {"method": method, "bits": bits, "format": kind, "options": options}
     recipe = job.recipe.model_copy(update={**asked, "calibration": CalibrationSpec(**CALIBRATION)})
     other = prepare(recipe, job.source)
-    return job.changed(
-        recipe=other.recipe, method=other.method, format=other.format, options=other.options, checked=Checked()
-    )
+    return replace(job, recipe=other.recipe, method=other.method, format=other.format, options=other.options)
 
 
 def sign_of(job, target):
@@ -146,9 +146,10 @@ def written(job, folder):
     """What the target's format reads back, dense."""
     folder.mkdir()
     job.source.copy_side_files(folder)
-    job = job.changed(checked=job.method.check(job))
+    job = CheckedJob.of(job, job.method.check(job))
     if job.method.calibrated(job.options):
-        job = job.changed(calibration=draw_tokens(job.source.tokenizer(), job.recipe.calibration, 0, job.source.config))
+        tokens = draw_tokens(job.source.tokenizer(), job.recipe.calibration, 0, job.source.config)
+        job = replace(job, calibration=tokens)
     job.method.write(job, Run(folder))
     files = tuple(sorted(path.name for pattern in job.format.weight_files for path in folder.glob(pattern)))
     reader = job.format.open(folder, files, dict(job.source.config))

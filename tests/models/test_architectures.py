@@ -1,5 +1,7 @@
 """Every promised architecture: its walk, its artifacts and its scalings against the whole model in transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_logits import TWO_TEXTS, logits_by, logits_of
@@ -172,7 +174,7 @@ def test_experts_that_saw_too_few_tokens_share_what_all_saw(offload_bytes, tmp_p
     x, sent = routed(folder, calibration_ids(trial))[0]
     counts = [int(mine.sum()) for mine in sent]
     assert counts[2] == 0 < counts[3] < FEW_TOKENS < min(counts[:2])
-    blocks = walk(trial.job.changed(offload_bytes=offload_bytes), trial.run)
+    blocks = walk(replace(trial.job, offload_bytes=offload_bytes), trial.run)
     block = next(blocks)
     seen = {}
     block.for_each_group(lambda group: seen.update(dict.fromkeys(group.names, group)))

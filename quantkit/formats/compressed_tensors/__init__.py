@@ -38,7 +38,7 @@ ONLY_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 MISREAD_EXPERTS = ("int-quantized", "nvfp4-pack-quantized")
 
 
-def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
     if layout.values != "codes":
         return scaled.check(source, skeleton, layout)
     refuse_unfound_layers(source, skeleton, " Take the format gptq.")

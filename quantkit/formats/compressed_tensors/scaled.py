@@ -295,7 +295,7 @@ class ScaledPacking(Packing[ScaledWeight]):
         return weight
 
 
-def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
     """Refuse models and shapes that the layout cannot hold, and count the bytes."""
     refuse_shapes(source, skeleton)
     refuse_unfound_layers(source, skeleton)
@@ -314,7 +314,7 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     bits = 8 if scheme.kind.bits == 8 else 4.5
     nbytes = int(quantized * bits / 8 + 2 * sum(n for n, _ in linears.values()))
     nbytes += (source.parameters - quantized) * 2 + 50_000_000
-    return Checked(nbytes, notes=_notes(linears, scheme.block[0]), plan=replace(layout, dtype="bfloat16"))
+    return Checked(replace(layout, dtype="bfloat16"), nbytes, notes=_notes(linears, scheme.block[0]))
 
 
 def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]:

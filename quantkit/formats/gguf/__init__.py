@@ -86,7 +86,7 @@ def _refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]
     refuse_tensors(config, shapes)
 
 
-def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
     from quantkit.formats.gguf.grouped import check
 
     return check(source, skeleton, layout)

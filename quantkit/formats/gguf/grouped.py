@@ -32,7 +32,7 @@ BLOCK = 32  # values of a block, in all of them
 OTHERS = "F16"  # of embedding and head
 
 
-def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
     """Refuse what no block of these types holds, and models that llama.cpp does not know."""
     if layout.values not in ("codes", "mxfp4"):
         raise RecipeError(f"the format gguf holds no {layout.values} with scales. Take the format compressed-tensors.")
@@ -67,10 +67,10 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
         )
     notes = (*file.vocabulary.algorithm.notes, f"the blocks of the file are {file.file_type}, the rest {OTHERS}")
     return Checked(
+        replace(layout, group_size=group_size),
         2 * file.plan.tensor_bytes + file.metadata_bytes,  # packed rows stay until the file is proven
         {"group_size": group_size},
         notes,
-        replace(layout, group_size=group_size),
     )
 
 

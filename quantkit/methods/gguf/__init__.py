@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from quantkit.contracts.format import Content
-from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, near_miss
 from quantkit.formats.gguf.architectures.record import FIXED_EPSILON
@@ -109,13 +109,13 @@ class Options(Strict):
         return like | (self.tensor_type or {}) | outside
 
 
-def check(job: Job) -> Checked:
+def check(job: Job[Options]) -> Checked[GgufFile]:
     """Refuse what cannot be converted, and plan the file.
 
     Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not follow,
     SourceError for an incomplete checkpoint, RecipeError for options that contradict each other or change nothing.
     """
-    options: Options = job.options
+    options = job.options
     bits, feedback = job.bits, options.feedback
     for what, given in (("the option imatrix", options.imatrix), ("rounding gptq", feedback)):
         if given and bits in UNWEIGHTED:
@@ -139,7 +139,7 @@ def check(job: Job) -> Checked:
     if options.vocab_only:
         if others := sorted(job.recipe.options.keys() - {"vocab_only"}):
             raise RecipeError(f"vocab_only writes no tensor, so {others[0]} changes nothing. Leave one of them out.")
-        return Checked(file.metadata_bytes, notes=notes, plan=file)
+        return Checked(file, file.metadata_bytes, notes=notes)
     target = target_of(job, file.metadata_bytes)
     if options.split_max_size is not None and split_bytes < 1:
         raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
@@ -155,10 +155,10 @@ def check(job: Job) -> Checked:
         if any(tensor.is_of_heads for tensor in file.plan.tensors):
             notes = (*notes, "what heads make of the latent values is rounded without the calibration")
     notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file), *_outside_notes(job, file.plan))
-    return Checked(nbytes + file.metadata_bytes, notes=notes, plan=file)
+    return Checked(file, nbytes + file.metadata_bytes, notes=notes)
 
 
-def _work_bytes(job: Job, plan: Plan) -> int:
+def _work_bytes(job: Job[Options], plan: Plan) -> int:
     """Most bytes of the files beside the one that is made: activations and, with error feedback, the packed blocks."""
     spec, hidden = job.recipe.calibration, plan.shape.hidden
     tokens = spec.sequences * spec.length
@@ -203,7 +203,7 @@ def _engine_notes(file: GgufFile) -> list[str]:
     return notes
 
 
-def _outside_notes(job: Job, plan: Plan) -> list[str]:
+def _outside_notes(job: Job[Options], plan: Plan) -> list[str]:
     """What share of the file embedding and head have, where their types are given."""
     if job.options.token_embedding_type is None and job.options.output_tensor_type is None:
         return []
@@ -248,7 +248,7 @@ def _refuse_without_importance(job: Job, file: GgufFile) -> None:
     )
 
 
-def _importance_notes(job: Job, file: GgufFile) -> list[str]:
+def _importance_notes(job: Job[Options], file: GgufFile) -> list[str]:
     """Name the tensors that the importance file lacks; raise RecipeError where a type needs an importance.
 
     The rules are those of `tensor_requires_imatrix` in llama.cpp's src/llama-quant.cpp.
@@ -269,9 +269,9 @@ def _importance_notes(job: Job, file: GgufFile) -> list[str]:
     return [f"{count} are rounded without an importance, which the file lacks: {names}"]
 
 
-def write(job: Job, run: Run) -> None:
+def write(job: CheckedJob[Options, GgufFile], run: Run) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
-    file: GgufFile = job.checked.plan
+    file = job.checked.plan
     keep_tokenizer(job.source.tokenizer(), run.folder)  # there will be no config.json of the model
     if job.options.vocab_only:
         write_vocabulary(file, run)
@@ -306,7 +306,7 @@ def _calibrated(options: Options) -> bool:
     return options.calibrated
 
 
-def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
+def _peak_memory(job: CheckedJob[Options, GgufFile], shapes: Shapes) -> PeakMemory:
     """Of what is calibrated; all else is written some rows at a time."""
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq

@@ -21,7 +21,7 @@ from quantkit.calibration.block import Block
 from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.walk import walk
 from quantkit.checkpoints.spool import Spool
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.ggml import library as ggml
@@ -47,7 +47,7 @@ TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
 ROWS = 256  # whose products with all points of a table are in memory
 
 
-def quantize_blocks(job: Job, run: Run, plan: Plan, spool: Spool) -> None:
+def quantize_blocks(job: CheckedJob, run: Run, plan: Plan, spool: Spool) -> None:
     """Quantize every linear layer of the blocks into `spool`: packed rows (rows, bytes) uint8 in the source's order.
 
     Goes on after the blocks that `spool` holds already.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from quantkit.calibration.tokens import tokens_of
+from quantkit.calibration.tokens import draw_tokens
 from quantkit.calibration.walk import measure_importance
-from quantkit.contracts.run import Run
+from quantkit.contracts.method import CheckedJob
+from quantkit.contracts.run import Checked, Run
 from quantkit.conversion.check import prepare
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.imatrix import write_imatrix
@@ -49,12 +51,14 @@ def make_imatrix(
     }
     recipe = parse(ConvertRecipe, values | {"calibration": calibration or CalibrationSpec()}, "imatrix")
     progress, device = progress or Progress(), find_device(device)
-    job = prepare(recipe).changed(device=device)
-    plan = make_plan(job.source, job.bits)
-    job = job.changed(calibration=tokens_of(job))
+    asked = replace(prepare(recipe), device=device)
+    source = asked.source
+    plan = make_plan(source, asked.bits)
+    tokens = draw_tokens(source.tokenizer(), recipe.calibration, recipe.seed, source.config)
+    job = CheckedJob.of(asked, Checked(plan), tokens)
     progress.say(f"device: {described(device)}")
     with temporary_folder(out.absolute().parent) as folder:
         importance = plan.with_same_inputs(measure_importance(job, Run(folder, progress)))
-        write_imatrix(folder / "made", importance, plan, tokens_of(job))
+        write_imatrix(folder / "made", importance, plan, tokens)
         (folder / "made").replace(out)
     return len(importance)

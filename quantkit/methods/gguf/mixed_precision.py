@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.run import Run
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float, stays_half
@@ -21,6 +21,8 @@ from quantkit.system.sizes import bits_per_weight, parse_size
 
 if TYPE_CHECKING:
     import torch
+
+    from quantkit.methods.gguf import Options
 
 VERSION = 1  # of what types make of weights; another one makes cached scores worthless
 INPUTS = "embedding_length_per_layer_input"
@@ -38,17 +40,18 @@ class Target:
     divergence: float | None = None
 
 
-def target_of(job: Job, other_bytes: int) -> Target | None:
-    """Return what the options ask for; `other_bytes` of a file are no tensors. Raises RecipeError."""
+def target_of(job: Job[Options], other_bytes: int) -> Target | None:
+    """Return what the options ask for, or None; `other_bytes` of a file are no tensors. Raises RecipeError."""
     options = job.options
     targets = ("target_size", "target_bpw", "target_kld")
-    if given_target(job, targets, ("tensor_type", "token_embedding_type", "output_tensor_type"), "types") is None:
-        return None
+    given_target(job, targets, ("tensor_type", "token_embedding_type", "output_tensor_type"), "types")
     if options.target_kld is not None:
         return Target(divergence=float(options.target_kld))
     if options.target_size is not None:
         return Target(nbytes=parse_size(options.target_size, "target_size") - other_bytes)
-    return Target(nbytes=int(options.target_bpw * job.source.parameters / 8) - other_bytes)
+    if options.target_bpw is not None:
+        return Target(nbytes=int(options.target_bpw * job.source.parameters / 8) - other_bytes)
+    return None
 
 
 def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
@@ -83,13 +86,13 @@ def refuse_target(plan: Plan, target: Target) -> None:
         )
 
 
-def write_types(job: Job, run: Run) -> None:
+def write_types(job: Job[Options], run: Run) -> None:
     """Put a recipe beside the file that gives these types again, with the weighting that the choice came with."""
     chosen = {"tensor_type": run.findings.options["tensor_type"]}
     write_recipe(job, run, chosen if job.options.rounding == "gptq" else {**chosen, "imatrix": True})
 
 
-def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
+def choose(job: CheckedJob, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     """Return the type of each tensor by its name in the file; notes what was chosen and the estimated divergence."""
     from quantkit.calibration.sensitivity import kept_sensitivities
     from quantkit.numerics.allocation import fewest_bytes, least_damage
