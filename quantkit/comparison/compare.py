@@ -20,8 +20,8 @@ from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion import check, convert
-from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.check import ReadyJob
+from quantkit.conversion.check_manifest import refuse_untrue
 from quantkit.conversion.manifest import portable, side_hashes
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError

@@ -1,1 +1,1 @@
-"""Check, forecast, stage, write, prove."""
+"""Check, forecast, stage, write, verify."""

@@ -17,8 +17,8 @@ from quantkit.contracts.run import Findings, Run
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.check import ReadyJob, check, prepare
 from quantkit.conversion.manifest import fingerprint, make_manifest
-from quantkit.conversion.prove import check_values
 from quantkit.conversion.staging import place_of, refuse_existing, staged
+from quantkit.conversion.verify import check_values
 from quantkit.errors import RecipeError, SourceError, UnsupportedError, ValuesError
 from quantkit.models.source import refuse_non_finite
 from quantkit.progress import Progress

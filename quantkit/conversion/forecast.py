@@ -15,7 +15,7 @@ import psutil
 
 from quantkit.checkpoints.safetensors import ITEM_BYTES, SLAB_BYTES
 from quantkit.contracts.method import BATCH_TOKENS, CheckedJob, Job, Shapes
-from quantkit.conversion.prove import PIECE
+from quantkit.conversion.verify import PIECE
 from quantkit.errors import ResourceError
 from quantkit.system.device import CPU, memory_of
 from quantkit.system.memory import GROWTH, available_memory, free_memory

@@ -1,14 +1,62 @@
-"""Verify a finished artifact."""
+"""Read an artifact back from its own bytes, tensor by tensor, and compare it with its manifest and its source."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quantkit.artifact import Artifact, open_artifact
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.artifact import MANIFEST, Artifact, WeightError, open_artifact
+from quantkit.checkpoints.rows import Rows, rows_in_memory
+from quantkit.checkpoints.safetensors import DTYPES, StoredTensors
+from quantkit.contracts.format import Stored
+from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
-from quantkit.conversion.prove import read_all
-from quantkit.errors import RecipeError
+from quantkit.contracts.stored import open_stored, stored_values
+from quantkit.conversion.check_manifest import open_format, parameters_of, refuse_disagreement, refuse_parameters
+from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
+from quantkit.models.source import Source
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.progress import Progress
+from quantkit.system.memory import trim_heap
+
+if TYPE_CHECKING:
+    from quantkit.models.skeleton import Skeleton
+
+# A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
+WORST_WEIGHT_ERROR = 1.0
+AGAIN = "Convert again with --force."
+PIECE = 1 << 20  # values that are compared at a time
+
+
+def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightError | None:
+    """Read every tensor back from the artifact's bytes: all finite and, where the method keeps values, near the source.
+
+    The manifest must tell the truth of them, and none may be missing. Raises ArtifactError naming the tensor.
+    """
+    refuse_other_kept(job.source, artifact)
+    errors = _errors(
+        artifact,
+        progress,
+        lambda name, stored: _original(job, name, stored),
+        job.method.weights_comparable,
+        lambda: job.skeleton,
+    )
+    if not errors:
+        return None
+    worst = max(errors, key=lambda name: errors[name])
+    if errors[worst] >= WORST_WEIGHT_ERROR:
+        raise ArtifactError(
+            f"{artifact.folder}: the tensor {worst} reads back with a relative error of {errors[worst]:.2f}, so its "
+            f"values are lost. Use more bits than {job.bits}, or another method."
+        )
+    mean = sum(errors.values()) / len(errors)
+    return WeightError(mean=round(mean, 6), worst=round(errors[worst], 6), worst_tensor=worst)
 
 
 def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Artifact:
@@ -28,3 +76,118 @@ def needs_torch(artifact: Artifact) -> bool:
         return find_format(artifact.manifest.format).refuse_tensors is None
     except RecipeError:
         return True
+
+
+def read_all(artifact: Artifact, progress: Progress) -> None:
+    """Read every tensor of an artifact, and hold them against its manifest; raises ArtifactError."""
+
+    def skeleton() -> Skeleton:
+        from quantkit.models.skeleton import open_skeleton
+
+        try:
+            return open_skeleton(dict(artifact.manifest.source.config))
+        except UnsupportedError as error:
+            raise ArtifactError(
+                f"{artifact.folder / MANIFEST} is corrupted: no model can be built of its source.config: {error}"
+            ) from None
+
+    _errors(artifact, progress, lambda _name, _stored: None, False, skeleton)
+
+
+def _errors(
+    artifact: Artifact,
+    progress: Progress,
+    find: Callable[[str, Stored], Rows | None],
+    compare: bool,
+    skeleton: Callable[[], Skeleton],
+) -> dict[str, float]:
+    """The relative errors of the tensors that differ from their originals; `find` gives those."""
+    errors: dict[str, float] = {}
+    trim_heap()
+    kind = open_format(artifact)
+    reader = open_stored(artifact, kind)
+    refuse_disagreement(artifact, kind, reader)
+    expected = None if kind.refuse_tensors is not None else parameters_of(artifact, skeleton())
+    shapes: dict[str, tuple[int, ...]] = {}
+    with progress.step("reading the artifact back", artifact.manifest.source.parameters) as advance:
+        for name, stored in stored_values(reader):
+            shapes[name] = tuple(stored.shape)
+            if expected is not None:
+                expected.take(name, stored)
+            original = find(name, stored)
+            if original is not None and original.shape != stored.shape:
+                raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(stored.shape)}")
+            size, error = 0.0, 0.0
+            for start, value in _pieces(stored):
+                if not np.isfinite(value).all():
+                    raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values")
+                if original is not None and compare:
+                    exact = original.read(start, start + len(value))
+                    size += _square(exact)
+                    error += _square(exact - value)
+                advance(value.size)
+            if error > 0:
+                errors[name] = math.sqrt(error / (size or 1.0))
+    if expected is not None:
+        expected.refuse_missing()
+    elif shapes or not artifact.manifest.options.get("vocab_only"):
+        assert kind.refuse_tensors is not None
+        kind.refuse_tensors(dict(artifact.manifest.source.config), shapes)
+    if shapes:
+        kept = _kept_values(artifact)
+        refuse_parameters(artifact, kept + sum(math.prod(shape) for shape in shapes.values()))
+    return errors
+
+
+def _kept_values(artifact: Artifact) -> int:
+    """How many values the tensors beside the model have."""
+    names = artifact.manifest.source.kept
+    stored = StoredTensors(artifact.folder, artifact.manifest.weight_files) if names else None
+    return sum(math.prod(stored.shape(name)) for name in names) if stored else 0
+
+
+def refuse_other_kept(source: Source, artifact: Artifact) -> None:
+    """Raise ArtifactError where a tensor beside the model is not the source's, byte by byte."""
+    if not artifact.manifest.source.kept:
+        return
+    stored = StoredTensors(artifact.folder, artifact.manifest.weight_files)
+    for name in artifact.manifest.source.kept:
+        own = source.passthrough[name]
+        info = source.info(own)
+        same = (stored.dtype(name), stored.shape(name)) == (DTYPES[info.dtype], info.shape) and all(
+            np.array_equal(stored.read_rows(name, *rows), source.read_rows(own, *rows)) for rows in info.slabs()
+        )
+        if not same:
+            raise ArtifactError(f"{artifact.folder}: the tensor {name} is not the one of {source.model}. {AGAIN}")
+
+
+def _original(job: Job, name: str, stored: Stored) -> Rows | None:
+    """The source's value for what is stored as `name`, or None.
+
+    A dense tensor comes as the source stores it; codes of a linear layer are (out, in) as the skeleton has them.
+    """
+    if not isinstance(stored, GroupedWeight | ScaledWeight):
+        # Some checkpoints leave out the first part of their names.
+        own = next((n for n in (name, name.partition(".")[2]) if n in job.source.tensors), None)
+        return None if own is None else job.source.in_rows(own)
+    from quantkit.models.skeleton import rows_of
+
+    return rows_of(job.source, job.skeleton, name)
+
+
+def _square(values: NDArray[np.float32]) -> float:
+    flat = values.reshape(-1)
+    # In float64: squares of large float32 values are beyond float32. No product of a library that takes all cores.
+    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
+
+
+def _pieces(stored: Stored) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Cut a tensor into slabs of rows, dense, each with its first row, so that a large one needs little memory."""
+    if not isinstance(stored, GroupedWeight | ScaledWeight):
+        rows = stored if isinstance(stored, Rows) else rows_in_memory(stored)
+        yield from rows.pieces(PIECE)
+        return
+    start = 0
+    for part in stored.split(max(1, PIECE // max(1, stored.shape[1]))):
+        yield start, part.dense().numpy()
+        start += part.shape[0]

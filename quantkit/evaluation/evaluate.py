@@ -17,7 +17,7 @@ from quantkit.calibration.tokens import seen_notes
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Cut, alike, positions_in, tokens_in
-from quantkit.conversion.agreement import refuse_untrue
+from quantkit.conversion.check_manifest import refuse_untrue
 from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError

@@ -88,7 +88,7 @@ def evaluate_tasks(
     if spec.n_ctx is not None:
         note_beyond_context(opened.config, spec.n_ctx, "texts")  # refuses
     if opened.artifact is not None:
-        from quantkit.conversion.agreement import refuse_untrue  # not in the child process
+        from quantkit.conversion.check_manifest import refuse_untrue  # not in the child process
 
         refuse_untrue(opened.artifact)
     load = LoadRequest(model=opened.ref, engine=chosen, threads=usable_cores())

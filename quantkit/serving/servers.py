@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.contracts.format import Format
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import engines, find_format, formats
-from quantkit.conversion.agreement import refuse_untrue
+from quantkit.conversion.check_manifest import refuse_untrue
 from quantkit.errors import RecipeError, UnsupportedError, near_miss, one_line
 from quantkit.evaluation.engine_choice import NOT_ITS_FILES
 from quantkit.formats._quantization_config import quantization_of

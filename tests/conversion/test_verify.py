@@ -15,8 +15,8 @@ from tiny_models import CALIBRATION, prepare_job
 
 from quantkit import convert, open_artifact, verify
 from quantkit.artifact import MANIFEST
-from quantkit.conversion.agreement import refuse_untrue
-from quantkit.conversion.prove import check_values, read_all
+from quantkit.conversion.check_manifest import refuse_untrue
+from quantkit.conversion.verify import check_values, read_all
 from quantkit.errors import ArtifactError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.gguf.header import BOOL, read_header
