@@ -124,7 +124,7 @@ class Task(Strict, frozen=False):
         with suppress(RecipeError):
             former = read_task(self.folder)
             if former.state == "done":
-                return former.model_dump(include={"host", "pid", "began", "seconds", "peak_bytes"})
+                return former.model_dump(include={"host", "pid", "memory", "began", "seconds", "peak_bytes"})
         return {}
 
 
