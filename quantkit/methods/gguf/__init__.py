@@ -34,7 +34,8 @@ from quantkit.formats.gguf.imatrix import importance_from, unweighted
 from quantkit.formats.gguf.plan import Plan, guesses_further
 from quantkit.formats.gguf.rope import rounds_yarn
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
-from quantkit.methods.gguf.mixed_precision import choose, refuse_target, target_of, work_bytes, write_types
+from quantkit.methods._targets import given_target, write_recipe
+from quantkit.methods.gguf.mixed_precision import Target, choose, refuse_target, work_bytes
 from quantkit.models.config import keep_tokenizer
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
@@ -140,7 +141,7 @@ def check(job: Job[Options]) -> Checked[GgufFile]:
         if others := sorted(job.recipe.options.keys() - {"vocab_only"}):
             raise RecipeError(f"vocab_only writes no tensor, so {others[0]} changes nothing. Leave one of them out.")
         return Checked(file, file.metadata_bytes, notes=notes)
-    target = target_of(job, file.metadata_bytes)
+    target = _target(job, file.metadata_bytes)
     if options.split_max_size is not None and split_bytes < 1:
         raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
     for pattern in options.tensor_type or {}:
@@ -156,6 +157,20 @@ def check(job: Job[Options]) -> Checked[GgufFile]:
             notes = (*notes, "what heads make of the latent values is rounded without the calibration")
     notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file), *_outside_notes(job, file.plan))
     return Checked(file, nbytes + file.metadata_bytes, notes=notes)
+
+
+def _target(job: Job[Options], other_bytes: int) -> Target | None:
+    """Return what the options ask for, or None; `other_bytes` of a file are no tensors. Raises RecipeError."""
+    options = job.options
+    targets = ("target_size", "target_bpw", "target_kld")
+    given_target(job, targets, ("tensor_type", "token_embedding_type", "output_tensor_type"), "types")
+    if options.target_kld is not None:
+        return Target(divergence=float(options.target_kld))
+    if options.target_size is not None:
+        return Target(nbytes=parse_size(options.target_size, "target_size") - other_bytes)
+    if options.target_bpw is not None:
+        return Target(nbytes=int(options.target_bpw * job.source.parameters / 8) - other_bytes)
+    return None
 
 
 def _work_bytes(job: Job[Options], plan: Plan) -> int:
@@ -276,11 +291,12 @@ def write(job: CheckedJob[Options, GgufFile], run: Run) -> None:
     if job.options.vocab_only:
         write_vocabulary(file, run)
         return
-    if (target := target_of(job, file.metadata_bytes)) is not None:
+    if (target := _target(job, file.metadata_bytes)) is not None:
         types: Any = run.findings.options.get("tensor_type") or choose(job, run, file.plan, target)
         run.findings.options["tensor_type"] = types  # of a run that is taken up again
         file = file.with_types(types)
-        write_types(job, run)
+        weighting = {} if job.options.feedback else {"imatrix": True}  # that the choice came with
+        write_recipe(job, run, {"tensor_type": types, **weighting})
     if job.options.feedback:
         from quantkit.checkpoints.spool import Spool
         from quantkit.methods.gguf.error_feedback import RECORDED, quantize_blocks

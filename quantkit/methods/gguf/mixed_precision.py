@@ -16,13 +16,10 @@ from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float, stays_ha
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.imatrix import without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
-from quantkit.methods._targets import given_target, write_recipe
-from quantkit.system.sizes import bits_per_weight, parse_size
+from quantkit.system.sizes import bits_per_weight
 
 if TYPE_CHECKING:
     import torch
-
-    from quantkit.methods.gguf import Options
 
 VERSION = 1  # of what types make of weights; another one makes cached scores worthless
 INPUTS = "embedding_length_per_layer_input"
@@ -38,20 +35,6 @@ class Target:
 
     nbytes: int | None = None
     divergence: float | None = None
-
-
-def target_of(job: Job[Options], other_bytes: int) -> Target | None:
-    """Return what the options ask for, or None; `other_bytes` of a file are no tensors. Raises RecipeError."""
-    options = job.options
-    targets = ("target_size", "target_bpw", "target_kld")
-    given_target(job, targets, ("tensor_type", "token_embedding_type", "output_tensor_type"), "types")
-    if options.target_kld is not None:
-        return Target(divergence=float(options.target_kld))
-    if options.target_size is not None:
-        return Target(nbytes=parse_size(options.target_size, "target_size") - other_bytes)
-    if options.target_bpw is not None:
-        return Target(nbytes=int(options.target_bpw * job.source.parameters / 8) - other_bytes)
-    return None
 
 
 def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
@@ -84,12 +67,6 @@ def refuse_target(plan: Plan, target: Target) -> None:
             f"the smallest file has {least / 1e6:.1f} MB of tensors, and {max(target.nbytes, 0) / 1e6:.1f} MB are "
             "asked for. Ask for more."
         )
-
-
-def write_types(job: Job[Options], run: Run) -> None:
-    """Put a recipe beside the file that gives these types again, with the weighting that the choice came with."""
-    chosen = {"tensor_type": run.findings.options["tensor_type"]}
-    write_recipe(job, run, chosen if job.options.rounding == "gptq" else {**chosen, "imatrix": True})
 
 
 def choose(job: CheckedJob, run: Run, plan: Plan, target: Target) -> dict[str, str]:
