@@ -70,15 +70,15 @@ GROUPED: dict[str, list[tuple[str, dict[str, object]]]] = {
         ),
         *(("4", option) for option in ({"desc_act": True}, {"rounds": 1}, {"gptaq_share": 1.0}, {"ample_tokens": 0})),
         *(("4", option) for option in ({"damp_percent": 0.1}, {"shrinkage": 0.0}, {"layer_bits": {"down_proj": 8}})),
-        *((bits, {"refine": True}) for bits in ("2", "4", "nvfp4")),
+        *((bits, {"refine": True}) for bits in ("2", "4")),
         ("4", {"refine": True, "refine_steps": 0}),
         ("4", {"refine": True, "tune_steps": 0}),
         ("auto", {"target_bpw": 4.0}),
-        ("auto", {"target_kld": 0.01, "target_bits": [3, 4]}),
+        ("auto", {"target_kld": 0.3, "target_bits": [3, 4]}),
     ],
     "awq": [
         *((bits, form) for bits, form in (("2", PACKED), ("3", PACKED), ("4", {}), ("8", PACKED))),
-        *(("4", form) for form in (PACKED, GGUF, {"format": "gptq"})),
+        *(("4", form) for form in (PACKED, {"sym": True} | GGUF, {"format": "gptq"})),
         ("4", {"group_size": 32}),
         *(("4", option) for option in ({"sym": True}, {"apply_clip": False}, {"refit": False}, {"n_grid": 5})),
         *((bits, {"rounding": "gptq"} | PACKED) for bits in ("3", "4")),
@@ -88,7 +88,7 @@ GROUPED: dict[str, list[tuple[str, dict[str, object]]]] = {
     ],
     "keep": [
         ("4", {"model": "rtn 4 sym=False format=awq"} | PACKED),
-        ("4", {"model": "rtn 4 sym=False format=awq"} | GGUF),
+        ("4", {"model": "rtn 4"} | GGUF),
         ("4", {"model": "gptq 4"} | PACKED),
         ("4", {"model": "gptq 4 format=compressed-tensors", "format": "gptq"}),
     ],
@@ -148,10 +148,11 @@ for name, model, method, bits, out, calibration, options in json.loads(sys.argv[
 def cases(models: list[str], only: tuple[str, ...]) -> list[Case]:
     """All cases of these models whose method begins with one of `only`; those of one model stand side by side."""
     # K-quants of the real model, whose rows hold no whole block, become other types: one case is enough.
-    real = [case for case in BLOCKS if case[0] in PLAIN or case == ("Q4_K_M", {})]
+    real = {**GROUPED, "gguf": [case for case in BLOCKS if case[0] in PLAIN or case == ("Q4_K_M", {})]}
+    real["fp8"] = [case for case in GROUPED["fp8"] if "granularity" not in case[1]]  # its sides hold no block of 128
     head: dict[str, object] = {"head_bits": 8} | PACKED
     all_cases = [
-        *(Case("real", method, *case) for method, asked in {**GROUPED, "gguf": real}.items() for case in asked),
+        *(Case("real", method, *case) for method, asked in real.items() for case in asked),
         *(Case("random", method, *case) for method, asked in {**GROUPED, "gguf": BLOCKS}.items() for case in asked),
         *(Case("random", method, "4", head) for method in ("gptq", "rtn", "awq")),
         *(Case("demo", *case) for case in DEMO),
