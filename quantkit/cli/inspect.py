@@ -16,6 +16,7 @@ from quantkit.cli.options import (
     ForceOption,
     JsonOption,
     ModelArgument,
+    RevisionOption,
     Values,
     out,
     print_artifact,
@@ -23,7 +24,7 @@ from quantkit.cli.options import (
     say,
 )
 from quantkit.errors import one_line
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, ModelRef, ResourceSpec, parse
 
 WIDEST = 200  # characters of a key's value that are shown
 
@@ -124,7 +125,7 @@ def methods(*, json: JsonOption = None) -> None:
         loading.add_row(stored, kinds, ", ".join(names))
     out.print(loading)
     say("In brackets: the oldest version tried. Why not, and what else: docs/engines.md")
-    say("The options of each method: quantkit convert --help")
+    say("The options of a method: quantkit convert --method METHOD --help")
 
 
 def imatrix(
@@ -133,7 +134,8 @@ def imatrix(
     to: Annotated[Path, typer.Option("--out", help="The file to write, such as model.imatrix.gguf.")],
     adapter: AdapterOption = None,
     calibration: CalibrationFields,
-    recipe: Annotated[Values, Fields(ConvertRecipe, ("seed", "revision"))],
+    revision: RevisionOption = None,
+    recipe: Annotated[Values, Fields(ConvertRecipe, ("seed",))],
     resources: Annotated[Values, Fields(ResourceSpec, ("device",))],
 ) -> None:
     """Measure MODEL's importance matrix and write it as llama.cpp's imatrix file."""
@@ -142,9 +144,8 @@ def imatrix(
 
     with shown() as progress:
         spec = parse(CalibrationSpec, calibration, "calibration")
-        count = make_imatrix(
-            model, to, calibration=spec, adapters=adapter or (), progress=progress, **recipe, **resources
-        )
+        ref = parse(ModelRef, {"model": model, "revision": revision, "adapters": tuple(adapter or ())}, "imatrix")
+        count = make_imatrix(ref, to, calibration=spec, progress=progress, **recipe, **resources)
     say(f"{to}: importance of {count} weights")
 
 

@@ -83,7 +83,7 @@ class PlainRounding:
 
     def round(self, weight: torch.Tensor, importance: torch.Tensor, quick: bool = False) -> GroupedWeight:
         """`weight` rounded; `importance` (K,) weighs errors in a search for ranges, `quick` as of `fit_grid`."""
-        search = {"importance": importance, "search": True, "quick": quick} if self.clip else {}
+        search = {"importance": importance, "search": "quick" if quick else True} if self.clip else {}
         grids = {"symmetric": self.symmetric, "least_zero": self.least_zero}
         return round_to_nearest(weight, self.group_size, self.bits, **grids, **search)
 

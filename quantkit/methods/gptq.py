@@ -29,7 +29,7 @@ from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
 from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
 from quantkit.methods._targets import AUTO
 from quantkit.models.skeleton import load
-from quantkit.numerics.error_feedback import Feedback, FeedbackSettings, RoundingErrors, round_columns
+from quantkit.numerics.error_feedback import ColumnGrids, Feedback, FeedbackSettings, RoundingErrors, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import elements_together, rows_together
@@ -170,11 +170,11 @@ class Solver:
         group: int = 1,
     ) -> RoundedLayer:
         """Round the weight transposed, in the order of rounding, (K, N) float32, by scales and zeros (G, N) float32."""
-        moments, order, top = self.moments, self.moments.order, (1 << self.bits) - 1
+        moments, order = self.moments, self.moments.order
         codes = torch.empty(ahead.shape, dtype=torch.uint8, device=ahead.device)
         errors = RoundingErrors(ahead) if self.settings.refit else None
-        groups = self.g_idx[order]
-        codes[order] = round_columns(ahead, moments.factor, scales, zeros, groups, top, fit, group, record=errors)
+        grids = ColumnGrids(scales, zeros, self.g_idx[order], (1 << self.bits) - 1)
+        codes[order] = round_columns(ahead, moments.factor, grids, fit, group, record=errors)
         layer = GroupedWeight(
             codes.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), self.g_idx, self.bits
         )

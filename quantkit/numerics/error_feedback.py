@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -239,13 +240,22 @@ def _blocks(
         past[own] = errors
 
 
+class ColumnGrids(NamedTuple):
+    """Grids of the codes 0 to `top` by group and row: (code - zero) * scale, zeros not always whole.
+
+    scales and zeros (G, N) float32; group_of (K,) is the group of each column.
+    """
+
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    group_of: torch.Tensor
+    top: int
+
+
 def round_columns(
     columns: torch.Tensor,
     factor: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor,
-    group_of: torch.Tensor,
-    top: int,
+    grids: ColumnGrids,
     fit: Callable[[int, torch.Tensor], None] | None = None,
     group: int = 1,
     nearest: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -254,15 +264,14 @@ def round_columns(
     """Round columns in their order; return codes (K, N) uint8.
 
     columns (K, N) float32 is the weight transposed, in the order of rounding; factor (K, K) is `feedback_factor` in
-    that order; scales and zeros (G, N) float32, zeros not always whole; group_of (K,) the group of each column. Where
-    scales are not fixed beforehand, `fit` is called with the first column of each `group` columns in a row and what
-    those columns are in the paper's form at that time, (group, N), to set scales and zeros of their group. `nearest`
-    gives the whole numbers that columns over scales are rounded to, code - zero, where not all of them up to `top` are
-    codes. `record` is filled where it is given.
+    that order, as `grids.group_of` is. Where scales are not fixed beforehand, `fit` is called with the first column of
+    each `group` columns in a row and what those columns are in the paper's form at that time, (group, N), to set scales
+    and zeros of their group. `nearest` gives the whole numbers that columns over scales are rounded to, code - zero,
+    where not all of them up to `grids.top` are codes. `record` is filled where it is given.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
     diagonal = torch.diagonal(factor)
-    groups, scale_of, zero_of = group_of.tolist(), scales.unbind(), zeros.unbind()
+    groups, scale_of, zero_of, top = grids.group_of.tolist(), grids.scales.unbind(), grids.zeros.unbind(), grids.top
     step = max(group, BLOCK_COLUMNS // group * group)
     # What the loop takes is cut up beforehand: for a small layer that costs as much as the sums.
     wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)

@@ -9,7 +9,7 @@ Scales are rounded to float16 before they are used, because that is what the che
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -99,19 +99,19 @@ def fit_grid(
     *,
     symmetric: bool,
     importance: torch.Tensor | None = None,
-    search: bool = False,
-    quick: bool = False,
+    search: bool | Literal["quick"] = False,
     least_zero: int = 0,
 ) -> Grid:
     """Fit one grid to every row and group of `weight` (N, K) float32, groups of `group_size` adjacent columns.
 
     Without `search` the grid spans the group's range. With it, the range is shrunk in steps and then the scale is
     refined in closed form, and the choice with the least squared error, weighted by `importance` ((K,), such as the
-    Hessian's diagonal), is kept; a `quick` search tries four smaller ranges and refines none. `least_zero` is 1 for
+    Hessian's diagonal), is kept; a ``quick`` search tries four smaller ranges and refines none. `least_zero` is 1 for
     GPTQ's layout, which cannot store a zero point of 0.
     """
     columns = weight.shape[1]
     each = torch.ones(columns, device=weight.device) if importance is None else importance.to(torch.float32)
+    quick = search == "quick"
     each = each.contiguous().reshape(1, -1, group_size)  # a matrix's diagonal would be read from everywhere
     fitted = [
         _fit_rows(rows.reshape(len(rows), -1, group_size), bits, symmetric, each if search else None, quick, least_zero)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.numerics.error_feedback import Feedback, round_columns
+from quantkit.numerics.error_feedback import ColumnGrids, Feedback, round_columns
 from quantkit.numerics.matmul import rows_together
 from quantkit.numerics.scaled_weight import (
     E8M0_BIAS,
@@ -286,10 +286,7 @@ def _rounded(
     codes[order] = round_columns(
         target.index_select(1, order).T.contiguous(),
         moments.factor,
-        by_group,
-        torch.full_like(by_group, top),
-        groups[order],
-        int(2 * top),
+        ColumnGrids(by_group, torch.full_like(by_group, top), groups[order], int(2 * top)),
         nearest=nearest,
     )
     return codes.T.to(torch.float32).sub_(top)

@@ -15,7 +15,7 @@ import quantkit
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
-from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, round_columns
+from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, ColumnGrids, round_columns
 from quantkit.recipe import EngineSpec
 
 
@@ -96,7 +96,7 @@ def count_after(model, folder, out):
 
     def rounded(rows, fit):
         scales, zeros, groups = torch.ones(1, rows), torch.zeros(1, rows), torch.zeros(8, dtype=torch.int64)
-        round_columns(torch.randn(8, rows), torch.eye(8), scales, zeros, groups, 15, fit, 8)
+        round_columns(torch.randn(8, rows), torch.eye(8), ColumnGrids(scales, zeros, groups, 15), fit, 8)
 
     def noted(_column, _ahead):
         inside.append(torch.get_num_threads())

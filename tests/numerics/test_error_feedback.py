@@ -2,13 +2,20 @@ import pytest
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.numerics.error_feedback import Feedback, RoundingErrors, feedback_factor, round_columns, round_groups
+from quantkit.numerics.error_feedback import (
+    ColumnGrids,
+    Feedback,
+    RoundingErrors,
+    feedback_factor,
+    round_columns,
+    round_groups,
+)
 
 
 def test_halves_go_to_the_even_code_and_what_is_beyond_is_cut():
     values = torch.tensor([[-4.5, -0.5, -9.0], [0.5, 1.5, 9.0]])
     scales, zeros, one = torch.ones(1, 3), torch.full((1, 3), 4.0), torch.zeros(2, dtype=torch.int64)
-    codes = round_columns(values, torch.eye(2), scales, zeros, one, 7)
+    codes = round_columns(values, torch.eye(2), ColumnGrids(scales, zeros, one, 7))
     # Beside a zero of 4: -4.5 is cut to 0, -0.5 goes to 4 (3.5 is as near to 3), 0.5 to 4, and 1.5 to 6.
     assert codes.tolist() == [[0, 4, 0], [4, 6, 7]]
 
@@ -23,8 +30,9 @@ def test_slopes_of_the_errors_are_those_of_a_product_with_the_moments(units):
     weight = 3 * torch.randn(5, 700, generator=generator)
     columns, zeros = weight.T[moments.order].contiguous(), torch.full((1, 5), 128.0)
     made, one = RoundingErrors(columns), torch.zeros(700, dtype=torch.int64)
-    codes = round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255, record=made)
-    assert torch.equal(codes, round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255))
+    grids = ColumnGrids(torch.ones(1, 5), zeros, one, 255)
+    codes = round_columns(columns, moments.factor, grids, record=made)
+    assert torch.equal(codes, round_columns(columns, moments.factor, grids))
     values = torch.empty_like(weight)
     values[:, moments.order] = codes.T - 128.0
     errors = (weight - values).double()

@@ -32,7 +32,7 @@ from quantkit.formats.gguf.imatrix import without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods.gptq import SLAB_ELEMENTS
 from quantkit.models.skeleton import load
-from quantkit.numerics.error_feedback import Feedback, round_columns, round_groups
+from quantkit.numerics.error_feedback import ColumnGrids, Feedback, round_columns, round_groups
 from quantkit.numerics.matmul import rows_together
 from quantkit.numerics.second_moments import permuted
 
@@ -129,10 +129,7 @@ def _with_feedback(kind: KQuant, packed: Bytes, target: torch.Tensor, moments: F
     codes[moments.order] = round_columns(
         target.index_select(1, moments.order).T.contiguous(),
         moments.factor,
-        scales.T.contiguous(),
-        zeros.T.contiguous(),
-        moments.order // kind.group,
-        (1 << kind.bits) - 1,
+        ColumnGrids(scales.T.contiguous(), zeros.T.contiguous(), moments.order // kind.group, (1 << kind.bits) - 1),
         nearest=_nearest_of(kind.steps, target.device) if kind.steps else None,
     )
     if kind.steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,19 +14,17 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf.imatrix import write_imatrix
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.progress import Progress
-from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, parse
+from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, ModelRef, parse
 from quantkit.system.device import described, find_device
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import path_of
 
 
 def make_imatrix(
-    model: str,
+    model: str | Path | ModelRef,
     out: Path,
     *,
     calibration: CalibrationSpec | None = None,
-    revision: str | None = None,
-    adapters: Sequence[str | Path] = (),
     seed: int = 0,
     device: str = AUTO,
     progress: Progress | None = None,
@@ -42,14 +39,9 @@ def make_imatrix(
         if out.exists() or out.is_symlink():
             why = "is there already"
         raise RecipeError(f"{out} {why}. Give another --out.")
-    values = {
-        "model": model,
-        "revision": revision,
-        "adapters": tuple(map(str, adapters)),
-        "method": "gguf",
-        "seed": seed,
-    }
-    recipe = parse(ConvertRecipe, values | {"calibration": calibration or CalibrationSpec()}, "imatrix")
+    ref = model if isinstance(model, ModelRef) else parse(ModelRef, {"model": model}, "imatrix")
+    values = {"method": "gguf", "seed": seed, "calibration": calibration or CalibrationSpec()}
+    recipe = parse(ConvertRecipe, dict(ref) | values, "imatrix")
     progress, device = progress or Progress(), find_device(device)
     asked = replace(prepare(recipe), device=device)
     source = asked.source
