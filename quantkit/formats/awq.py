@@ -14,10 +14,10 @@ import torch
 
 from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.errors import ArtifactError
-from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import GroupedPacking
-from quantkit.formats._layers import Parts, StoredLayer
-from quantkit.formats._packing import pack_awq, unpack_awq
+from quantkit.formats import _grouped_codes as grouped
+from quantkit.formats._bit_packing import pack_awq, unpack_awq
+from quantkit.formats._grouped_codes import GroupedPacking
+from quantkit.formats._packed_layers import Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched, recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import shown

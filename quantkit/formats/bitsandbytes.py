@@ -36,7 +36,7 @@ from quantkit.contracts.format import Content, Format, Kind, Layout, Loading, Te
 from quantkit.contracts.run import Checked, Run
 from quantkit.contracts.stored import NamedReader, open_stored
 from quantkit.errors import ArtifactError, EngineError, UnsupportedError
-from quantkit.formats._layers import LayerReader, Packing, Parts, RowsReader, StoredLayer, write_layers
+from quantkit.formats._packed_layers import LayerReader, Packing, Parts, RowsReader, StoredLayer, write_layers
 from quantkit.formats._quantization_config import quantization_of, recognizes, refuse_other_dtypes, untouched
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, open_skeleton, refuse_shapes
 from quantkit.models.source import Source

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
-from quantkit.formats._layers import RowsReader
+from quantkit.formats._packed_layers import RowsReader
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.numerics.scaled.weight import E8M0_BIAS
 from quantkit.untrusted import shown

@@ -22,10 +22,10 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
-from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import OTHERS, GroupedPacking
-from quantkit.formats._layers import AGAIN, LayerWriter, Parts, StoredLayer
-from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
+from quantkit.formats import _grouped_codes as grouped
+from quantkit.formats._bit_packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
+from quantkit.formats._grouped_codes import OTHERS, GroupedPacking
+from quantkit.formats._packed_layers import AGAIN, LayerWriter, Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched, layer_overrides, quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source

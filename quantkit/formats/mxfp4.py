@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
-from quantkit.formats._layers import RowsReader
+from quantkit.formats._packed_layers import RowsReader
 from quantkit.formats._quantization_config import recognizes
 from quantkit.numerics.scaled.weight import E2M1_CODES, E8M0_BIAS
 

@@ -21,9 +21,9 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Content, Format, Layout, Loading, QuantizedReader, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import EngineError
-from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import HEAD
-from quantkit.formats._layers import LayerReader, Packing
+from quantkit.formats import _grouped_codes as grouped
+from quantkit.formats._grouped_codes import HEAD
+from quantkit.formats._packed_layers import LayerReader, Packing
 from quantkit.formats._quantization_config import quantization_of, recognizes, source_quantization
 from quantkit.formats.compressed_tensors import packed, scaled
 from quantkit.formats.compressed_tensors.config_groups import METHOD, one_by_one, refuse_unfound_layers

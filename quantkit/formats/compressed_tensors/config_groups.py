@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._grouped import HEAD
+from quantkit.formats._grouped_codes import HEAD
 from quantkit.formats._quantization_config import Untouched
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source

@@ -16,9 +16,9 @@ import torch
 
 from quantkit.contracts.format import Layout
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import HEAD, OTHERS, GroupedPacking
-from quantkit.formats._layers import AGAIN, Parts, StoredLayer
-from quantkit.formats._packing import pack_string, unpack_string, words
+from quantkit.formats._bit_packing import pack_string, unpack_string, words
+from quantkit.formats._grouped_codes import HEAD, OTHERS, GroupedPacking
+from quantkit.formats._packed_layers import AGAIN, Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched
 from quantkit.formats.compressed_tensors.config_groups import CLASS, METHOD, Group, groups_of, quantization
 from quantkit.numerics.grouped_weight import GroupedWeight

@@ -27,8 +27,8 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.format import Kind, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._grouped import refuse_head
-from quantkit.formats._layers import (
+from quantkit.formats._grouped_codes import refuse_head
+from quantkit.formats._packed_layers import (
     AGAIN,
     SCALE_TYPES,
     Packing,

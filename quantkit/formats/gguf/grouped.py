@@ -18,7 +18,7 @@ from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, UnsupportedError
-from quantkit.formats._grouped import refuse_head, resolve_group_size
+from quantkit.formats._grouped_codes import refuse_head, resolve_group_size
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file
 from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes

@@ -22,7 +22,7 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Kind, Layout, Loading
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError, ValuesError
-from quantkit.formats._layers import (
+from quantkit.formats._packed_layers import (
     AGAIN,
     SCALE_TYPES,
     LayerReader,
