@@ -62,11 +62,10 @@ ROW_UNIT = 32  # of a piece: zero points of so many rows fill whole words
 
 
 class GroupedPacking(Packing[GroupedWeight]):
-    """One layout. Here are the parts of GPTQ and AWQ, where codes and scales are (K, N); compressed-tensors has (N, K).
+    """A layout of grouped codes. These parts are GPTQ's and AWQ's, with codes and scales as (K, N).
 
-    `order` is the part that tells which group each column belongs to. `orders_columns`: it is written; `least_zero`:
-    the smallest zero point that can be stored; `records_symmetry`: config.json says whether all zero points are in the
-    middle.
+    `order` is the part with the group of each column; `orders_columns`: it is written. `least_zero` is the smallest
+    zero point that can be stored. `records_symmetry`: config.json says whether codes are symmetric.
     """
 
     holds = GroupedWeight
@@ -88,23 +87,23 @@ class GroupedPacking(Packing[GroupedWeight]):
 
     @abstractmethod
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The parts of a layer with weight (N, K) and G scales a row, each with its dtype and shape."""
+        """Return dtype and shape of each part of a layer with weight (N, K) and G scales a row."""
 
     @abstractmethod
     def pack_codes(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
-        """The parts of a layer but for its scales."""
+        """Return all parts of a layer but its scales."""
 
     @abstractmethod
     def unpack_codes(self, parts: Parts, bits: int) -> torch.Tensor:
-        """The codes (N, K) uint8 of a layer."""
+        """Return the codes (N, K) uint8 of a layer."""
 
     @abstractmethod
     def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
-        """The zero points (N, G) uint8 of a layer; none of its codes need be there."""
+        """Return the zero points (N, G) uint8 of a layer, without reading its codes."""
 
     @abstractmethod
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """config.json's `quantization_config`; it names what is `untouched` where readers would not find that out."""
+        """Return config.json's `quantization_config`."""
 
     def pack(self, weight: GroupedWeight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
         if bool((weight.scales.abs() >= LARGEST_SCALE).any()):
@@ -125,13 +124,13 @@ class GroupedPacking(Packing[GroupedWeight]):
         return GroupedWeight(codes, scales, zeros, self.groups(parts, codes.shape[1], scales.shape[1]), bits)
 
     def groups(self, parts: Parts, columns: int, count: int) -> torch.Tensor:
-        """(K,) int64 the group of each column: as the part `order` says, else `count` groups side by side."""
+        """Return the group of each column, (K,) int64: the part `order`, or `count` groups side by side."""
         if self.order is not None and self.order in parts:
             return parts[self.order].to(torch.int64)
         return contiguous_groups(columns, columns // count)
 
     def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The parts of a layer of those of its rows, some at a time."""
+        """Join the parts of consecutive rows of a layer."""
         rows = 1 if self.transposed else 0
         return {
             part: first if part == self.order else torch.cat([piece[part] for piece in pieces], rows)
@@ -139,46 +138,45 @@ class GroupedPacking(Packing[GroupedWeight]):
         }
 
     def size(self, layer: StoredLayer, bits: int) -> tuple[int, int, int]:
-        """N, K and G of a layer; raises ArtifactError where its parts do not tell."""
+        """Return N, K and G of a layer."""
         codes, (groups, rows) = layer.matrix(self.codes), layer.matrix(self.scales)
         return rows, codes[0] * 32 // bits, groups
 
     def refusal(self, _name: str, _rows: int, _columns: int, _bits: int) -> str | None:
-        """The reason why words cannot hold a layer, or None."""
+        """Return why the words cannot hold a layer, or None."""
         return None
 
     def head_bits(self, _layout: Layout) -> tuple[int, ...]:
-        """Bits that an output head may have beside the layers of a layout; none where readers find no codes there."""
+        """Return the bits that an output head may have; none if readers find no codes there."""
         return ()
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
+        """Return `bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, if it has them."""
         return quantization
 
     def layer_bits(self, _quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """The bits of layers by name in a `quantization_config` that we wrote; `OTHERS` are all that it names not.
+        """Return the bits by layer name in our own `quantization_config`; `OTHERS` are all other layers.
 
-        Empty where it says one number for all. Raises ArtifactError for another one than we write.
+        Empty if all layers have the same bits. Raises ArtifactError for a configuration that we do not write.
         """
         return {}
 
     def stored_bits(self, _layer: StoredLayer, bits: int) -> int:
-        """The bits of a layer of another tool's, where config.json says `bits`."""
+        """Return the bits of another tool's layer, where config.json says `bits`."""
         return bits
 
     def variant(self, _quantization: Mapping[str, Any]) -> GroupedPacking:
-        """The layout of another tool's `quantization_config`; raises ArtifactError for one that is not known."""
+        """Return the layout of another tool's `quantization_config`; raise ArtifactError for an unknown one."""
         return self
 
     def notes(self, _layout: Layout) -> tuple[str, ...]:
-        """Remarks for the user."""
         return ()
 
     def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
-        """This layout as the `quantization_config` of a folder says it, by default config.json's.
+        """Return this layout with the settings of a folder, by default from config.json.
 
-        `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is
-        plain. Raises ArtifactError for settings that mean nothing.
+        `own`: quantkit wrote it. Other tools store scales in other floats, and leave a plain order of columns out.
+        Raises ArtifactError for invalid settings.
         """
         where = "config.json: quantization_config"
         if quantization is None:
@@ -208,11 +206,11 @@ class GroupedPacking(Packing[GroupedWeight]):
 
     @property
     def key(self) -> tuple[int, int, bool, bool]:
-        """Bits and group size as config.json says them, and whether codes are symmetric and columns in an order."""
+        """Return all that the values depend on besides the tensors."""
         return self._bits, self._groups[0], self._symmetric is True, self._ordered is True
 
     def bits_of(self, layer: StoredLayer) -> int:
-        """As config.json says; of other tools' files as the tensors do, where the layout tells."""
+        """Return the bits in config.json, or for other tools' files those that the tensors show."""
         if not self._own:
             return self.stored_bits(layer, self._bits)
         name = layer.stem[:-1]
@@ -230,7 +228,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         return f"{self.name}, {bits} bits, {'whole rows' if groups == '-1' else f'groups of {groups}'}"
 
     def _kinds(self, layers: Iterable[StoredLayer]) -> set[tuple[int, int]]:
-        """Bits and columns of a group: of the sizes that a layer may have, the one that its parts fit."""
+        """Return (bits, columns of a group) of the layers: the group size of config.json that fits each one."""
         found = set()
         for layer in layers:
             bits, fitting = self.bits_of(layer), list(self._groups)
@@ -241,10 +239,10 @@ class GroupedPacking(Packing[GroupedWeight]):
         return found or {(self._bits, self._groups[0])}
 
     def layout(self, layers: Sequence[StoredLayer]) -> Layout:
-        """Symmetry, order of columns and least zero point as the tensors have them.
+        """Take symmetry, order of columns and least zero point from the tensors.
 
-        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers, and UnsupportedError where
-        layers differ in their bits or in the columns of a group.
+        Raises ArtifactError for damaged parts and for scales that are 0 or no float16 numbers, UnsupportedError for
+        layers of several kinds.
         """
         if len(kinds := self._kinds(layers)) > 1:
             raise several_kinds(layers[0].folder, self.called(layers))
@@ -290,7 +288,7 @@ class GroupedPacking(Packing[GroupedWeight]):
             raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
 
     def value(self, layer: StoredLayer, weight: GroupedWeight) -> GroupedWeight:
-        """Hold scales, zero points and the order of columns against what engines may take for granted."""
+        """Refuse scales, zero points and orders of columns that engines do not expect."""
         wrong, groups = None, weight.scales.shape[1]
         if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
             wrong = "has scales that are 0 or not finite"
@@ -310,12 +308,12 @@ class GroupedPacking(Packing[GroupedWeight]):
 def open_grouped(
     packing: GroupedPacking, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True
 ) -> LayerReader:
-    """The tensors of a folder with this layout; `own`: quantkit wrote it."""
+    """Open the tensors of a folder with this layout; `own`: quantkit wrote it."""
     return LayerReader(folder, files, [packing.of_folder(folder, own)])
 
 
 def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
-    """What a layout holds, as engines tell it apart."""
+    """List what a layout holds, as engines tell it apart."""
     found = []
     for bits in packing.bits:
         for symmetric in (True, False) if packing.records_symmetry else (False,):
@@ -328,7 +326,7 @@ def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
 
 
 def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
-    """What a layout holds that says the bits of each layer: mixes of those that engines multiply with, and others."""
+    """List the mixes of bits by layer: one that engines can multiply with, and others."""
     found = []
     for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
         layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
@@ -338,7 +336,7 @@ def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
 
 
 def usage(packages: str, vllm: str = "vLLM") -> str:
-    """How vLLM loads a folder, and transformers with some packages, for the model card."""
+    """Say for the model card how vLLM and transformers load a folder."""
     return (
         f"\n{vllm}:\n\n```bash\nvllm serve FOLDER\n```\n\n"
         f"transformers, with `pip install {packages}`:\n\n{{transformers}}\n"
@@ -346,9 +344,9 @@ def usage(packages: str, vllm: str = "vLLM") -> str:
 
 
 def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
-    """Return the group size in columns (or -1 for the whole row) that fits every layer.
+    """Return the group size in columns (-1: the whole row) that fits every layer; raise UnsupportedError.
 
-    ``auto`` is the largest of 128, 64 and 32 that divides all. Raises UnsupportedError for one that does not.
+    ``auto`` is the largest of 128, 64 and 32 that divides all.
     """
     columns = sorted({shape[1] for shape in linears.values()})
     dividing = [size for size in GROUP_SIZES if all(k % size == 0 for k in columns)]
@@ -367,7 +365,7 @@ def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, i
 
 
 def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
-    """Refuse models and shapes that the layout cannot hold; resolve the group size, and count the bytes."""
+    """Refuse models and shapes that the layout cannot hold; resolve the group size and count the bytes."""
     if unheld := [bits for bits in layout.every_bits if bits not in packing.bits]:
         known = ", ".join(map(str, packing.bits))
         raise RecipeError(
@@ -397,7 +395,7 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
 
 
 def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout) -> None:
-    """Raise RecipeError, UnsupportedError for a head that the format `holder`, which has `known` bits, cannot hold."""
+    """Raise RecipeError or UnsupportedError for a head that the format `holder` cannot hold; `known` are its bits."""
     if layout.head_bits is None:
         return
     if layout.head_bits not in known:
@@ -421,10 +419,7 @@ def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: S
 
 
 def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, layout: Layout) -> list[str]:
-    """What the head has in bits, how much it is, and who cannot load it.
-
-    Raises UnsupportedError for sides that words cannot hold.
-    """
+    """Note the head's bits, its share of the weights, and who cannot load it; raise UnsupportedError."""
     rows, columns = skeleton.model.get_output_embeddings().weight.shape
     bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
     if reason := packing.refusal(f"{HEAD}.weight", rows, columns, bits):
@@ -452,7 +447,7 @@ def write(
 
 
 def _named(layout: Layout, source: Source) -> Layout:
-    """The layout with the bits of each layer by all names that readers may know it by, without `weight`."""
+    """Return the layout with each layer's bits under all names that readers use for it, without ``weight``."""
     bits: dict[str, int] = {}
     for weight, own in layout.layer_bits.items():
         module = weight.removesuffix(".weight")
@@ -480,7 +475,7 @@ def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skele
 
 
 def recorded_options(packing: GroupedPacking, artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """The recipe's options as config.json records them: bits, groups, symmetry."""
+    """Return the recipe's options that config.json records: bits, groups, symmetry."""
     quantization, manifest = quantization_of(artifact.folder), artifact.manifest
     stored, bits = packing.settings(quantization), packing.layer_bits(quantization)
     refuse_other_dtypes(artifact.folder, [name for name in manifest.tensor_types if not name.startswith("int")])

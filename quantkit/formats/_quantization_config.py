@@ -35,7 +35,7 @@ AUTO_ROUND = {
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:
-    """`quantization_config` of the config.json in `folder`, which engines read; empty where there is none."""
+    """Return config.json's `quantization_config` in `folder`; empty if there is none."""
     try:
         values = read_object(folder / "config.json", ArtifactError).get(KEYS[0])
     except ArtifactError:
@@ -44,9 +44,9 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 
 
 def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """Return where any tool put a checkpoint's settings and, in the words of its format, what they are; None: nowhere.
+    """Return where a checkpoint's settings are, and the settings in the words of their format (None: there are none).
 
-    Raises ArtifactError for a file that cannot be read, and for a layout of AutoRound that is not supported.
+    Raises ArtifactError for a file that cannot be read and for a layout of AutoRound that is not supported.
     """
     config = read_object(folder / "config.json", ArtifactError)
     for key in KEYS:
@@ -73,7 +73,7 @@ def _of_auto_round(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def layer_overrides(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what `dynamic` says of layers whose settings differ; which layers these are, their tensors show."""
+    """Return what `dynamic` says of single layers; the tensors show which layers these are."""
     dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise ArtifactError(f"dynamic is {shown(dynamic)}, not a mapping of layers to their settings")
@@ -82,15 +82,12 @@ def layer_overrides(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def recognizes(quant_method: str, path: Path) -> bool:
-    """Whether `path` is a folder whose config.json names this `quant_method`."""
+    """Return whether `path` is a folder whose config.json names this `quant_method`."""
     return quantization_of(path).get("quant_method") == quant_method
 
 
 def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
-    """Return the type that config.json has for what is not quantized.
-
-    Raises ArtifactError where one of the stored `types` is another: loaders would cast it.
-    """
+    """Return config.json's dtype; raise ArtifactError if a stored type is another, which loaders would cast."""
     dtype = read_object(folder / "config.json", ArtifactError, "Convert again.").get("dtype")
     for stored in types:
         if stored != dtype:
@@ -102,10 +99,10 @@ def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
 
 @dataclass(frozen=True)
 class Untouched:
-    """What is not quantized: `linears` of the model, and `modules` that readers do not leave alone by themselves.
+    """What is not quantized: `linears` of the model, and `modules` that readers do not skip by themselves.
 
-    These hold tensors that are kept beside the model, or are layers that stay as they are. All have the names of the
-    files and, where those are others, of transformers' modules.
+    Modules hold tensors beside the model, or are layers that stay as they are. Names are those of the files and, if
+    these differ, of transformers.
     """
 
     linears: tuple[str, ...] = ()
@@ -113,13 +110,13 @@ class Untouched:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Regular expressions of the names of all inside the modules, with or without the base model's prefix."""
+        """Return regular expressions of all names inside the modules, with or without ``model.`` in front."""
         bare = sorted({name.removeprefix("model.") for name in self.modules})
         return tuple(rf"(model\.)?{re.escape(name)}(\..*)?$" for name in bare)
 
 
 def untouched(source: Source, skeleton: Skeleton) -> Untouched:
-    """What of the source's model is not quantized."""
+    """Return what of the source's model is not quantized."""
     from torch import nn
 
     quantized = skeleton.linears()
@@ -132,7 +129,7 @@ def untouched(source: Source, skeleton: Skeleton) -> Untouched:
 
 
 def _names(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[str]:
-    """The names that files and transformers have for layers of the skeleton."""
+    """Return the names that files and transformers have for layers of the skeleton."""
     found = []
     for name in layers:
         origin = skeleton.origins.get(f"{name}.weight")

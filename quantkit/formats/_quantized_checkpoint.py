@@ -34,7 +34,7 @@ OpenQuantized = Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReade
 
 
 class QuantizedCheckpoint(Checkpoint):
-    """Such a folder. `reader` has the codes of the weights that are `quantized`, `format` is the format's name."""
+    """A quantized checkpoint. `reader` has the codes of the `quantized` weights; `format` is the format's name."""
 
     _other_codes: frozenset[str] = frozenset()  # of the tensors outside the text half, those that are quantized
 
@@ -73,15 +73,13 @@ class QuantizedCheckpoint(Checkpoint):
 
     @property
     def hashed_files(self) -> list[str]:
-        """Also the file that says how the layers are quantized."""
         return list(dict.fromkeys((*super().hashed_files, self._said_in)))
 
     def is_dequantized(self, name: str) -> bool:
-        """Whether a tensor is quantized."""
         return name in self.quantized or name in self._other_codes
 
     def reading_bytes(self, name: str) -> int:
-        """Of a quantized layer: its codes as words of 64 bits, then as bytes, and its values."""
+        """Count codes as words of 64 bits, codes as bytes, and values."""
         return 17 * self.info(name).parameters if self.is_dequantized(name) else 0
 
     def _info(self, name: str, shape: tuple[int, ...], file: str) -> TensorInfo:
@@ -90,21 +88,16 @@ class QuantizedCheckpoint(Checkpoint):
 
     @property
     def quantization(self) -> str | None:
-        """How the layers are quantized."""
         return self.reader.quantization()
 
     def layout(self) -> Layout:
-        """What would hold the codes; raises SourceError for damaged ones, UnsupportedError where none are grouped."""
         try:
             return self.reader.layout()
         except ArtifactError as error:
             raise _of_source(error) from None
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows of a tensor.
-
-        Of a quantized layer that its reader does not give in rows all values are in memory until another is read.
-        """
+        """Return bytes of rows. A layer that its reader does not read by rows is in memory until the next one."""
         if name not in self.quantized:
             return super().read_rows(name, start, stop)
         try:
@@ -127,9 +120,9 @@ class QuantizedCheckpoint(Checkpoint):
 
 
 def open_folder(folder: Path, model: str, revision: str | None = None, only: str | None = None) -> Checkpoint:
-    """Open the checkpoint in `folder`, quantized or not, which the user calls `model`; raises SourceError.
+    """Open the checkpoint in `folder`, quantized or not, which the user calls `model`; raise SourceError.
 
-    `only` is the name of the one weight file that is the model, where a user gave it.
+    `only` is the one weight file that is the model, if a user gave it.
     """
     config, tensors = read_folder(folder, model, only)
     try:
@@ -164,7 +157,7 @@ def _of_source(error: ArtifactError) -> SourceError:
 
 
 def _transposed(config: dict[str, Any]) -> frozenset[str]:
-    """Names of the tensors that transformers keeps the other way round (GPT-2's), where codes are (out, in)."""
+    """Return the tensors that transformers stores as (in, out), such as GPT-2's, where codes are (out, in)."""
     from quantkit.models.skeleton import open_skeleton
 
     origins = open_skeleton(config).origins.values()

@@ -12,7 +12,7 @@ SPLIT_COLUMNS = ("o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h
 
 
 def tensor_parallel_notes(linears: Mapping[str, tuple[int, int]], group_size: int | str) -> tuple[str, ...]:
-    """What vLLM would refuse of an artifact that is fine in itself: odd shapes, or some tensor parallel sizes."""
+    """Note what vLLM would refuse of a valid artifact: odd shapes, or some tensor parallel sizes."""
     for name, (n, k) in linears.items():
         if n % UNIT or k % UNIT:
             return (f"vLLM would refuse this artifact: {name} is {n} x {k}, and it needs multiples of {UNIT}",)
@@ -24,7 +24,7 @@ def tensor_parallel_notes(linears: Mapping[str, tuple[int, int]], group_size: in
 
 
 def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str, size: int) -> str | None:
-    """Why `size` processors cannot share the layers, or None. Key and value heads are copied where they are too few."""
+    """Return why `size` processors cannot share the layers. Key and value heads are copied if they are too few."""
     group = group_size if isinstance(group_size, int) and group_size > 0 else UNIT
     by_columns = {name: k for name, (_, k) in linears.items() if name.split(".")[-2] in SPLIT_COLUMNS}
     for name, (n, k) in linears.items():

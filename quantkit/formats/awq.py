@@ -26,7 +26,7 @@ FORMER = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 class _AwqPacking(GroupedPacking):
-    """Words of codes along the rows; zero points as they are."""
+    """Words of codes along the rows."""
 
     name = "awq"
     bits = (4,)
@@ -56,7 +56,6 @@ class _AwqPacking(GroupedPacking):
         return f"{name} has {rows} rows; AWQ's packing needs a multiple of 8" if rows % 8 else None
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """As AutoAWQ writes it."""
         return {
             "quant_method": "awq",
             "version": "gemm",

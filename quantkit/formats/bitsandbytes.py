@@ -64,10 +64,10 @@ FOR_CARDS = (
 
 @dataclass(frozen=True)
 class Replaced:
-    """The weights that transformers lets bitsandbytes hold, by the skeleton's names, and those that stay `dense`.
+    """The weights that bitsandbytes holds in transformers, by the skeleton's names, and those that stay `dense`.
 
-    `kept_in` says in what the first of those is kept. `skipped` are modules that it would replace and that are not
-    quantized, beside those it leaves out by itself, which count only where a file names none: empty, or all of them.
+    `kept_in` says where the first dense one is. `skipped` are modules that transformers would replace and that are not
+    quantized, together with those it skips by itself: a file that names any must name all. Empty if there are none.
     """
 
     quantized: tuple[str, ...]
@@ -77,9 +77,9 @@ class Replaced:
 
 
 def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: Any = None) -> Replaced:
-    """What becomes of `linears`, the weights of our skeleton of a config.json; raises UnsupportedError for none at all.
+    """Ask transformers which of `linears` it replaces; raise UnsupportedError if it replaces none.
 
-    `settings` is the configuration of transformers for `config`, where it was made before.
+    `settings` is transformers' configuration made from `config`, if there is one already.
     """
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
@@ -107,12 +107,12 @@ def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: 
 
 
 def computed_by_processors(rows: int, columns: int, units: bool = True) -> bool:
-    """Whether bitsandbytes computes a layer (rows, columns) on processors with (`units`) or without bfloat16 units."""
+    """Return whether bitsandbytes computes a layer on a CPU, with or without bfloat16 `units`."""
     return columns % RUN == 0 and (rows % ROW_UNIT == 0 or not units)
 
 
 def has_bfloat16_units() -> bool:
-    """Whether bitsandbytes takes this processor for one that has them."""
+    """Return whether bitsandbytes thinks this CPU has bfloat16 units."""
     from bitsandbytes.functional import has_avx512bf16
 
     return bool(has_avx512bf16())
@@ -151,7 +151,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
 
 
 class _NormalFloatPacking(Packing[NormalFloatWeight]):
-    """Codes of the table `kind`, and the config.json of the model of a folder that is read."""
+    """Codes of the table `kind`; `config` is the config.json of a folder that is read."""
 
     holds = NormalFloatWeight
     codes, code_type = "weight", "uint8"
@@ -187,7 +187,6 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
             return self.unpack({"weight": unread} | layer.read([self._state]), 4).shape
 
     def value(self, layer: StoredLayer, weight: NormalFloatWeight) -> torch.Tensor:
-        """The values as the source has them."""
         with told(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
             value = weight.dense()
         origin = self._skeleton.origins.get(layer.name)
@@ -195,12 +194,11 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
 
 
 def _as_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """The codes as uint8 [bytes, 1], which other tools store as numbers of any type (`bnb_4bit_quant_storage`)."""
+    """Return codes as uint8 [bytes, 1]; other tools store them as any number type (`bnb_4bit_quant_storage`)."""
     return packed.view(torch.uint8).reshape(-1, 1) if packed.shape[1:] == (1,) else packed
 
 
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> LayerReader:
-    """The tensors of a folder with codes of 4 bits, dense; all are of the same table, `kind`."""
     others = tuple(f".weight.{state}" for other, state in STATES.items() if other != kind)
     if name := next((name for name in StoredTensors(folder, files).names() if name.endswith(others)), None):
         raise ArtifactError(f"{folder} has {name}, and config.json says that codes are {kind}. Convert again.")
@@ -208,8 +206,6 @@ def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: st
 
 
 class _Int8Reader(RowsReader):
-    """The tensors of a folder of LLM.int8."""
-
     called = "bitsandbytes, LLM.int8"
 
     def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
@@ -261,7 +257,6 @@ class _Int8Reader(RowsReader):
 
 
 def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> LayerReader | _Int8Reader:
-    """Of what bitsandbytes has; raises ArtifactError where config.json does not say which."""
     stored = quantization_of(folder)
     in_4_bits, in_8_bits, kind = (stored.get(key) for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"))
     if in_8_bits is True and in_4_bits is not True:
@@ -295,7 +290,7 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abst
 
 
 def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, ...]:
-    """What transformers shall not replace; none where it finds that by itself."""
+    """Return what transformers shall not replace; nothing if it skips it by itself."""
     if not source.passthrough and source.text_prefixes is None:
         return layout.skipped
     whole, prefixes = untouched(source, skeleton), source.text_prefixes

@@ -59,7 +59,7 @@ class _Reader(RowsReader):
                 raise ArtifactError(f"{folder} has {name} without codes of {CODES} that it scales. {AGAIN}")
 
     def _scale_of(self, name: str, known: set[str]) -> str:
-        """The name of the scales of a tensor of codes, whose shape is held against its own."""
+        """Return the name of a tensor's scales, after a check of shapes and types."""
         scale = next((name + suffix for suffix in SCALES if name + suffix in known), None)
         if scale is None:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES[0]}, the scales of {name}. {AGAIN}")
@@ -78,7 +78,7 @@ class _Reader(RowsReader):
         return scale
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Blocks of a tensor; those at the edge may be cut off."""
+        """Count the blocks of a tensor; those at the edge may be cut off."""
         rows, columns = (-(-side // block) for side, block in zip(shape[-2:], self._block or shape[-2:], strict=True))
         return (*shape[:-2], rows, columns)
 
@@ -95,7 +95,7 @@ class _Reader(RowsReader):
         return partial(self._dequantized, name, scales.reshape(self._grid(self.shapes[name])))
 
     def _dequantized(self, name: str, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
-        """Rows `start:stop` of a tensor, of a stack its matrices; `scales` (..., n, k) are those of its blocks."""
+        """Return rows of a tensor (matrices of a stack); `scales` (..., n, k) are those of its blocks."""
         shape = self.shapes[name]
         values: NDArray[np.float32] = VALUES[self.stored.read_rows(name, start, stop)].reshape(-1, *shape[1:])
         rows, columns = self._block or shape[-2:]
@@ -114,7 +114,6 @@ def _by(block: tuple[int, int]) -> str:
 
 
 def _block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Rows and columns of a block; None for one scale a tensor."""
     size = settings.get("weight_block_size")
     if size is None:
         return None

@@ -41,7 +41,7 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class _GptqPacking(GroupedPacking):
-    """Words of codes along the columns; zero points less `shift`, which is 0 in version 2.
+    """Words of codes along the columns; zero points are stored less `shift`, which is 0 in version 2.
 
     `bits_by_zeros`: config.json leaves the bits of some layers to the tensors.
     """
@@ -86,7 +86,7 @@ class _GptqPacking(GroupedPacking):
         return None
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """As GPTQModel writes it; in `dynamic` a minus takes what has the name out, a plus gives it other bits."""
+        """Write GPTQModel's settings; in `dynamic` a minus excludes the name, a plus gives it other bits."""
         dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in untouched.patterns}
         others = {name: bits for name, bits in layout.layer_bits.items() if bits != layout.bits}
         dynamic |= {_pattern(name): {"bits": bits} for name, bits in (others | _joined(others)).items()}
@@ -103,12 +103,10 @@ class _GptqPacking(GroupedPacking):
         }
 
     def head_bits(self, layout: Layout) -> tuple[int, ...]:
-        """Those of the layers, where they are the same."""
         alike = len(layout.every_bits) == 1 and not layout.column_order
         return (layout.bits,) if layout.bits in (4, 8) and alike else ()
 
     def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """Those of expressions that are a layer's name each; raises ArtifactError for others."""
         dynamic = quantization.get("dynamic") or {}
         if not isinstance(dynamic, dict):
             raise ArtifactError(f"quantization_config: dynamic is {shown(dynamic)}, no mapping. {AGAIN}")
@@ -127,7 +125,6 @@ class _GptqPacking(GroupedPacking):
         return {**bits, OTHERS: quantization.get("bits", 0)} if bits else {}
 
     def stored_bits(self, layer: StoredLayer, bits: int) -> int:
-        """As many as the zero points have."""
         if not self._bits_by_zeros:
             return bits
         zeros, scales = layer.matrix("qzeros"), layer.matrix(self.scales)
@@ -135,7 +132,6 @@ class _GptqPacking(GroupedPacking):
         return own if own in self.bits else bits
 
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
-        """Version 2 stores zero points as they are."""
         version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
         if not isinstance(version, str) or version not in VERSIONS:
             raise ArtifactError(f"the checkpoint_format {shown(version)} is not supported, only gptq and gptq_v2 are")
@@ -151,7 +147,7 @@ def _pattern(name: str) -> str:
 
 
 def _joined(bits: Mapping[str, int]) -> dict[str, int]:
-    """The bits of layers that vLLM joins, by its names for them: those of their parts."""
+    """Return the bits of layers that vLLM joins, by its names for them."""
     found: dict[str, int] = {}
     for name, width in bits.items():
         place, _, leaf = name.rpartition(".")
@@ -173,7 +169,7 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iter
 
 
 def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """What config.json says, of which quantize_config.json has a copy; raises ArtifactError where they differ."""
+    """Read config.json; raise ArtifactError if the copy in quantize_config.json differs."""
     path, settings = artifact.folder / SETTINGS, quantization_of(artifact.folder)
     if SETTINGS in artifact.manifest.files:
         copy = read_object(path, ArtifactError, AGAIN)

@@ -46,7 +46,7 @@ class _Reader(RowsReader):
                 raise ArtifactError(f"{folder} lacks the tensor {name.removesuffix(SCALES)}{BLOCKS}. {AGAIN}")
 
     def _shape_of(self, name: str, known: set[str]) -> tuple[int, ...]:
-        """The shape (E, K, N) of the values of a stack, whose parts are held against each other."""
+        """Return the shape (E, K, N) of a stack's values, after a check of its parts."""
         if name + SCALES not in known:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES}, the scales of {name}{BLOCKS}. {AGAIN}")
         if name in known:

@@ -77,7 +77,7 @@ def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _refuse_misread(artifact: Artifact, dtype: str | None, _device: str) -> None:
-    """Raise EngineError for what transformers would compute wrongly, or not at all."""
+    """Raise EngineError for what transformers would compute wrongly or not at all."""
     kind = quantization_of(artifact.folder).get("format")
     if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
         raise EngineError(

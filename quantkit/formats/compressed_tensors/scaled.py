@@ -61,10 +61,7 @@ NO_EXPONENT = 255  # E8M0's NaN
 
 @dataclass(frozen=True)
 class ValueType:
-    """What config.json and the tensors say of values: format, type, bits and strategies, types of values and scales.
-
-    `columns` share a scale, None being any number.
-    """
+    """What config.json and the tensors say of values. `columns` share a scale (None: any number)."""
 
     format: str
     type: str
@@ -76,7 +73,6 @@ class ValueType:
 
     @property
     def codes(self) -> str:
-        """The part that has the values: two in a byte where they have 4 bits."""
         return PACKED if self.bits == 4 else "weight"
 
 
@@ -91,14 +87,13 @@ FORMATS = {kind.format: values for values, kind in VALUES.items()}
 
 @dataclass(frozen=True)
 class Scheme:
-    """`values` of layers are int8, float8, nvfp4 or mxfp4; `block` (rows, columns) share a scale, 0 being all."""
+    """How layers are stored: `values` is a key of VALUES; `block` (rows, columns) share a scale, 0 being all."""
 
     values: str
     block: tuple[int, int]
 
     @property
     def kind(self) -> ValueType:
-        """What is the same for all layers of such values."""
         return VALUES[self.values]
 
     @property
@@ -108,7 +103,6 @@ class Scheme:
 
     @property
     def words(self) -> str:
-        """What it is called."""
         rows, columns = self.block
         shares = {(0, 0): "whole tensors", (1, 0): "rows"}.get(self.block)
         return (
@@ -116,7 +110,6 @@ class Scheme:
         )
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
-        """The rows and columns that share a scale in a layer of that shape."""
         return self.block[0] or rows, self.block[1] or columns
 
     def group(self) -> dict[str, Any]:
@@ -157,15 +150,15 @@ KINDS = tuple(
 
 
 def is_scaled(stored: Mapping[str, Any]) -> bool:
-    """Whether the format of a `quantization_config` is one of scaled values."""
+    """Return whether a `quantization_config` is one of scaled values."""
     name = stored.get("format")
     return isinstance(name, str) and (name in FORMATS or name == NAIVE)
 
 
 def scheme_of(stored: Mapping[str, Any], own: bool = False) -> Scheme:
-    """The scheme of a `quantization_config`; raises ArtifactError for one that is not known.
+    """Return the scheme of a `quantization_config`; raise ArtifactError for an unknown one.
 
-    `own`: quantkit wrote it, so it is word for word what `Scheme.group` gives.
+    `own`: quantkit wrote it, so it equals `Scheme.group`.
     """
     name, groups = stored.get("format"), groups_of(stored)
     weights = groups[0].get("weights") if len(groups) == 1 else None
@@ -200,8 +193,7 @@ def _block(weights: Mapping[str, Any], right: int | None) -> tuple[int, int]:
 
 
 class ScaledPacking(Packing[ScaledWeight]):
-    """`own`: quantkit wrote it, and engines round inputs; other tools have scales of other floats, and parts beside
-    them."""
+    """`own`: quantkit wrote it, and engines round inputs; other tools have other scales and more parts."""
 
     holds = ScaledWeight
     dtype = torch.bfloat16
@@ -244,7 +236,6 @@ class ScaledPacking(Packing[ScaledWeight]):
         return self.key.values, min(high, rows), min(wide, columns)
 
     def layout(self, layers: Sequence[StoredLayer]) -> Layout | None:
-        """That of MXFP4, which has one; raises ArtifactError for damaged parts."""
         if self.key.values != "mxfp4":
             return None
         for layer in layers:
@@ -279,7 +270,7 @@ class ScaledPacking(Packing[ScaledWeight]):
             )
 
     def value(self, layer: StoredLayer, weight: ScaledWeight) -> ScaledWeight:
-        """Hold values and scales against what engines may take for granted."""
+        """Refuse values and scales that engines do not expect."""
         factors, wrong = weight.factors(), None
         zeros = layer.read([ZEROS] if ZEROS in self.parts else [])
         if weight.scales.dtype == torch.uint8 and bool((weight.scales == NO_EXPONENT).any()):
@@ -327,19 +318,19 @@ def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]
 
 
 def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
-    """A writer; on success it writes the whole checkpoint."""
+    """Open a writer, which writes the whole checkpoint on success."""
     packing = ScaledPacking(_scheme_for(layout))
     settings = _quantization(packing.key, untouched(source, skeleton))
     return write_layers(packing, source, skeleton, run, layout, settings)
 
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
-    """Why engines cannot take a folder of this `quantization_config`."""
+    """Return by engine why it cannot load a folder of this `quantization_config`."""
     return {"vllm": "vLLM computes 4-bit floats on cards only"} if scheme_of(stored).kind.bits == 4 else {}
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """The recipe's options as config.json records them."""
+    """Return the recipe's options that config.json records."""
     scheme = scheme_of(quantization_of(artifact.folder), own=True)
     refuse_other_dtypes(artifact.folder, [name for name in artifact.manifest.tensor_types if name != scheme.values])
     if scheme.kind.columns is not None:

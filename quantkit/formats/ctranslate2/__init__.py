@@ -53,7 +53,6 @@ def _recognizes(path: Path) -> bool:
 
 
 def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """The kinds that are written with these types, in the engine's words."""
     types = artifact.manifest.tensor_types
     plain = next((kind for kind in ("float16", "bfloat16", "float32") if kind in types), "")
     if "int8" not in types:

@@ -30,7 +30,7 @@ OPT_POSITION_OFFSET = 2
 
 @dataclass(frozen=True)
 class Family:
-    """Where one family keeps its modules: `whole` names outer ones, `parts` those of a layer, both by scope."""
+    """Where a family keeps its modules: `whole` are outer ones, `parts` those of a layer, both by scope."""
 
     layers: str
     whole: dict[str, str]
@@ -40,7 +40,6 @@ class Family:
 
 
 def _parts_of(fused: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:
-    """The rows of queries, of keys and of values."""
     size = len(fused) // (heads + 2 * kv_heads)
     return np.split(fused, [heads * size, (heads + kv_heads) * size])
 
@@ -184,12 +183,12 @@ SHORTEST_WINDOW = 2048
 
 
 def reason_of(kind: str) -> str:
-    """Why a model type outside of `FAMILIES` is refused."""
+    """Return why a model type outside of `FAMILIES` is refused."""
     return UNPROVEN if kind in UNPROVEN_LOADERS else REFUSED.get(kind, NO_LOADER)
 
 
 def refusal_of_config(config: Mapping[str, Any]) -> str | None:
-    """The reason that a config.json gives as it stands, without transformers' defaults, or None."""
+    """Return the reason to refuse a config.json, without transformers' defaults, or None."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         return reason_of(str(kind))
@@ -201,7 +200,7 @@ def refusal_of_config(config: Mapping[str, Any]) -> str | None:
 
 
 def refusal(settings: Any) -> str | None:
-    """Why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
+    """Return why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
     kind = settings.model_type
     if kind not in FAMILIES:
         return reason_of(kind)
@@ -256,10 +255,10 @@ def _gemma3_refusal(settings: Any) -> str | None:
 
 
 class SourceTensors:
-    """The weights of a CTranslate2 model by the source's names, each dense float32 in the source's shape.
+    """The weights of a CTranslate2 model by the source's names and in its shapes, float32.
 
-    `config` is the transformers configuration of the source. A tied output layer is left out, as in checkpoints.
-    Raises UnsupportedError for an architecture that is not read, ArtifactError for a variable without a place.
+    `config` is the source's transformers configuration. A tied output layer is left out. Raises UnsupportedError for an
+    unknown architecture, ArtifactError for a variable without a place.
     """
 
     def __init__(self, model: Ct2Model, config: Any) -> None:

@@ -37,7 +37,7 @@ Values = torch.Tensor | np.ndarray
 
 
 def write_model(source: Source, folder: Path, kind: str, progress: Progress | None = None) -> None:
-    """Write model.bin, config.json and vocabulary.json into `folder`, beside the tokenizer; raises UnsupportedError."""
+    """Write model.bin, config.json, vocabulary.json and the tokenizer into `folder`; raise UnsupportedError."""
     _convert(source, folder, kind, progress or Progress())
     tokenizer = source.tokenizer()
     keep_tokenizer(tokenizer, folder)  # config.json is now CTranslate2's own
@@ -86,7 +86,7 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
 
 
 class _Model:
-    """transformers' model of a source in the dtype that its weights are stored in, of whose blocks one is there."""
+    """transformers' model of a source in its stored dtype, with at most one block in memory."""
 
     def __init__(self, source: Source) -> None:
         stored = {info.dtype for info in source.tensors.values()}
@@ -100,7 +100,7 @@ class _Model:
         self._kinds = getattr(self._model.config, "layer_types", None)
 
     def outside(self) -> Any:
-        """The model without its blocks, and with all other weights."""
+        """Return the model without its blocks."""
         self._take([])
         self._read(self._model, "")
         self._model.tie_weights()
@@ -118,7 +118,7 @@ class _Model:
             set_parameter(module, name, self._source.tensor(stored).to(self._dtype))
 
     def variables(self, spec: Any) -> Iterator[tuple[str, Any, bool]]:
-        """Those of a model.bin in its order, each with its name, and whether its codes have scales."""
+        """Yield those of a model.bin in order: name, variable, and whether its codes have scales."""
         outer = dict(spec.variables())
         blocks = {f"decoder/layer_{index}/": index for index in range(len(self._blocks))}
         for name in sorted({*outer, *blocks}):
@@ -148,7 +148,7 @@ def _has_scales(spec: Any, name: str) -> bool:
 
 
 def _mend_settings(folder: Path, tokenizer: Any) -> None:
-    """Mend two faults of the converter: null for a missing special token, tokens moved over unused ids."""
+    """Fix two faults of the converter: null for a missing special token, tokens moved over unused ids."""
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     mended = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
@@ -166,10 +166,9 @@ def _mend_settings(folder: Path, tokenizer: Any) -> None:
 def _write_model_file(
     path: Path, spec: Any, variables: Iterator[tuple[str, Any, bool]], kind: str, advance: Callable[[int], None]
 ) -> None:
-    """Write the `variables` of the engine's `spec`, quantized to `kind`; `advance` is told of every value.
+    """Write the `variables` of the engine's `spec`, quantized to `kind`; equal ones are stored once.
 
-    Variables with the same values are stored once, as in the engine's own code. Raises UnsupportedError for a variable
-    that is too large for the format.
+    `advance` is called with the number of values done. Raises UnsupportedError for a variable too large for the format.
     """
     from ctranslate2.specs.model_spec import SKIP_CREATING_ALIAS
 
@@ -208,13 +207,12 @@ def _write_model_file(
 
 
 def _slabs(value: Values, rows: int | None = None) -> Iterator[Any]:
-    """Some `rows` after the other; by default as many as have `SLAB` values."""
     rows = rows or max(1, SLAB // max(1, math.prod(value.shape[1:])))
     return (value[start : start + rows] for start in range(0, len(value), rows))
 
 
 def _digest(value: Values) -> bytes:
-    """The same for values that are equal: 0 and -0 are."""
+    """Hash values so that 0 and -0 are equal."""
     digest = hashlib.sha256()
     for slab in _slabs(value):
         plain = slab + 0
@@ -225,7 +223,7 @@ def _digest(value: Values) -> bytes:
 def _write_variable(
     path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool
 ) -> np.ndarray | None:
-    """Write one variable as the engine's code quantizes it; return the scales of its codes, where it gives some."""
+    """Write one variable as the engine's code quantizes it; return the scales of its codes, if any."""
     if not value.shape:
         array = np.asarray(value)
         file.write(_head(name, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
@@ -251,7 +249,7 @@ def _write_variable(
 
 
 def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarray | None]:
-    """The engine's variable that its own code makes of some rows, and their scale where they become codes."""
+    """Return the engine's variable of some rows, and their scale if they become codes."""
     from ctranslate2.specs.common_spec import LayerNormSpec, LinearSpec
     from ctranslate2.specs.model_spec import OPTIONAL, NumpyVariable, PyTorchVariable
 

@@ -47,7 +47,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Variable:
-    """Where one variable lies: type name, shape, first byte and length in bytes."""
+    """Where one variable is in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,24 +57,21 @@ class Variable:
 
 @dataclass(frozen=True)
 class Ct2Model:
-    """The content of one `model.bin`. `aliases` maps a name to the variable that holds its values."""
+    """One `model.bin`. `aliases` maps a name to the variable with its values."""
 
     path: Path
     variables: dict[str, Variable]
     aliases: dict[str, str]
 
     def types(self) -> Mapping[str, int]:
-        """How many variables have each type, without settings and scales."""
+        """Count variables by type, without settings and scales."""
         return Counter(v.dtype for name, v in self.variables.items() if v.shape and not name.endswith("_scale"))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.variables[self.aliases.get(name, name)].shape
 
     def raw(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The stored numbers of a variable or alias (bfloat16 as uint16), or rows `start:stop` of it, from the file.
-
-        Raises ArtifactError for an unknown name, and for a file that has become shorter.
-        """
+        """Read the stored numbers of a variable or alias, or rows of it (bfloat16 as uint16); raise ArtifactError."""
         variable = self.variables.get(self.aliases.get(name, name))
         if variable is None:
             raise ArtifactError(f"{self.path} has no variable {name}. {AGAIN}")
@@ -91,9 +88,9 @@ class Ct2Model:
         return part.view(kind).reshape(shape)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The dense values of a variable or alias, or rows of it: float32, its shape, codes divided by their scale.
+        """Read the values of a variable or alias, or rows of it, as float32: codes divided by their scale.
 
-        Raises ArtifactError for an unknown name, and for codes without a usable scale.
+        Raises ArtifactError for an unknown name and for codes without a usable scale.
         """
         holder = self.aliases.get(name, name)
         stored = self.raw(holder, start, stop)
@@ -117,7 +114,7 @@ class Ct2Model:
 
 
 def read_vocabulary(path: Path) -> list[str]:
-    """The tokens in a vocabulary.json by their ids; raises ArtifactError."""
+    """Return the tokens of a vocabulary.json by id; raise ArtifactError."""
     tokens = read_json(path, ArtifactError, AGAIN)
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise ArtifactError(f"{path} is no list of tokens. {AGAIN}")
@@ -127,7 +124,7 @@ def read_vocabulary(path: Path) -> list[str]:
 
 
 def refuse_settings(path: Path) -> None:
-    """Raise ArtifactError where the engine cannot read its settings in a config.json."""
+    """Raise ArtifactError for a config.json that the engine cannot read."""
     settings = read_object(path, ArtifactError, AGAIN)
     for name, value in (dict.fromkeys(TOKENS) | settings).items():
         known = SETTINGS.get(name, (str, bool, int, float, type(None)))
@@ -140,8 +137,6 @@ def refuse_settings(path: Path) -> None:
 
 
 class _Cursor:
-    """Reads numbers and strings one after the other; a read past the end raises ArtifactError."""
-
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file, self.at, self.size = path, file, 0, path.stat().st_size
 
@@ -171,7 +166,7 @@ class _Cursor:
 
 
 def open_ct2_model(path: str | Path) -> Ct2Model:
-    """Read names and places of all variables of a `model.bin`; raises ArtifactError for a damaged file."""
+    """Read names and places of all variables of a `model.bin`; raise ArtifactError for a damaged file."""
     path = Path(path)
     if not path.is_file() or path.stat().st_size < 4:
         raise ArtifactError(f"{path} is missing or empty. {AGAIN}")

@@ -49,17 +49,14 @@ class _Reader:
         self._tensors = dict(read_file(self._path))
 
     def names(self) -> list[str]:
-        """The tensors' names in transformers, in the order of the file."""
         return list(self._tensors)
 
     def read(self, name: str) -> Rows:
-        """One of them, row by row."""
         if name not in self._tensors:
             raise ArtifactError(f"{self._path} lacks the tensor {name}. Convert again with --force.")
         return self._tensors[name]
 
     def types(self) -> Mapping[str, int]:
-        """Tensors of the file by their type."""
         from quantkit.formats.gguf.check_manifest import types_of
 
         return types_of(self._path)

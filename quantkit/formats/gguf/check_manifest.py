@@ -54,7 +54,7 @@ NEEDED = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens
 
 
 class _Read(Source):
-    """What was read of a file, as a source of the tensors that a plan asks for."""
+    """The configuration and shapes that were read of a file, as a source for a plan."""
 
     name = model = "the file"
     weight_files = hashed_files = []  # noqa: RUF012 - nothing of it is read
@@ -87,18 +87,18 @@ def _of_its_config() -> Iterator[None]:
 
 
 def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ArtifactError where a model of that config.json has other tensors than were read, by name and shape."""
+    """Raise ArtifactError if a model of that config.json has other tensors."""
     with _of_its_config():
         make_plan(_Read(config, shapes), ANY_TYPE)
 
 
 def types_of(path: Path) -> Mapping[str, int]:
-    """Tensors by their type, of all files of a model, of which `path` is the first."""
+    """Count the tensors of a model by type; `path` is its first file."""
     return Counter(tensor.type for header in headers_of(path) for tensor in header.tensors)
 
 
 def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
-    """Raise ArtifactError where the architecture's keys are others than are written for that config.json."""
+    """Raise ArtifactError if the architecture's keys are not those that are written for that config.json."""
     header, tensors = headers[0], [tensor for each in headers for tensor in each.tensors]
     source = _Read(config, {tensor.name: tensor.shape for tensor in tensors})
     with _of_its_config():
@@ -118,7 +118,7 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
 
 
 def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
-    """Raise ArtifactError where the tokenizer in the file is another than the one that lies beside it."""
+    """Raise ArtifactError if the file's tokenizer is not the one in its folder."""
     source = _Read(dict(artifact.manifest.source.config), {}, artifact.folder)
     tokens = header.keys["tokenizer.ggml.tokens"]
     try:
@@ -132,7 +132,7 @@ def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
 
 
 def _refuse_kinds(header: Header) -> None:
-    """Raise ArtifactError for keys whose values are of types that llama.cpp does not take, or that it lacks."""
+    """Raise ArtifactError for missing keys, and for value types that llama.cpp does not take."""
     for key in NEEDED:
         if key not in header.keys:
             raise ArtifactError(f"{header.path} lacks the key {key}")
@@ -154,7 +154,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """Return what the file's keys say of the recipe; raises ArtifactError for keys of another model."""
+    """Return what the file's keys say of the recipe; raise ArtifactError for keys of another model."""
     import gguf
 
     headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])

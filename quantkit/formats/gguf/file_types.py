@@ -58,9 +58,7 @@ ATTENTION_OUTPUTS = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XX
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """What the rules go by: counts, experts 0 if dense, llama.cpp's name of the architecture, and `weighted`: whether
-    there is an importance.
-    """
+    """What the rules depend on. `experts` is 0 if dense; `weighted`: there is an importance."""
 
     blocks: int
     heads: int
@@ -72,36 +70,36 @@ class ModelCounts:
 
     @property
     def sharing(self) -> int:
-        """Query heads that share one key-value head in the first block; 0 where that one has no attention."""
+        """Query heads per key-value head in the first block; 0 if it has no attention."""
         return self.heads // self.kv_heads if self.kv_heads else 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The type of a tensor, and the type that was meant before the row length was looked at."""
+    """The type of a tensor, and the type that was meant before the row length was known."""
 
     type: str
     intended: str
 
 
 def stays_float(name: str, dimensions: int) -> bool:
-    """Whether a tensor of the file stays F32 in every file type."""
+    """Return whether a tensor stays F32 in every file type."""
     return dimensions < 2 or not name.endswith("weight") or name.endswith(("_norm.weight", *FLOAT_PARTS))
 
 
 def stays_half(name: str) -> bool:
-    """Whether a tensor stays in 16 bits where no type is given for it."""
+    """Return whether a tensor without a given type stays in 16 bits."""
     return any(part in name for part in HALF_PARTS)
 
 
 def block_of(name: str) -> int:
-    """The block that a tensor name such as ``blk.3.attn_q.weight`` belongs to; -1 for none."""
+    """Return the block of a tensor name such as ``blk.3.attn_q.weight``; -1 for none."""
     match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 def given_type(name: str, types: Mapping[str, str]) -> str | None:
-    """The type that is given for the tensor `name`, or None: the last pattern that is its name or is found in it."""
+    """Return the given type of a tensor: that of the last pattern that equals its name or is found in it."""
     matching = [kind for pattern, kind in types.items() if pattern == name or re.search(pattern, name)]
     return matching[-1] if matching else None
 
@@ -109,10 +107,10 @@ def given_type(name: str, types: Mapping[str, str]) -> str | None:
 def choose_types(
     shapes: Mapping[str, tuple[int, ...]], file_type: str, model: ModelCounts, types: Mapping[str, str] | None = None
 ) -> dict[str, Choice]:
-    """Choose the type of every tensor by its name in the file and its shape (rows, columns), in the order of the file.
+    """Choose the type of every tensor by its name in the file and its shape, in the order of the file.
 
-    Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `types`
-    are given by regular expression, each one of `TENSOR_TYPES`; they change no tensor that stays F32.
+    Tensors are sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `types` maps
+    regular expressions to `TENSOR_TYPES`; they change no tensor that stays F32.
     """
     chosen: dict[str, Choice] = {}
     seen: Counter[tuple[str, ...]] = Counter()
@@ -139,7 +137,7 @@ def choose_types(
 
 
 def fitting(intended: str, columns: int) -> str:
-    """`intended`, or the type that stands in for it where `columns` is no whole number of its blocks."""
+    """Return `intended`, or its fallback if `columns` is no whole number of its blocks."""
     for name in (intended, FALLBACK.get(intended, NARROWEST)):
         if columns % block_type(name).block == 0:
             return name
@@ -183,7 +181,7 @@ def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: b
 
 
 def _narrow_iq(kind: str, i: int, file_type: str, default: str, model: ModelCounts) -> str:
-    """The file types of 1 and 2 bits: a few tensors take a wider type."""
+    """Of the file types of 1 and 2 bits: a few tensors take a wider type."""
     wider = "IQ3_S" if file_type in ("IQ2_S", "IQ2_M") else "Q2_K"
     if kind in VALUES:
         return "Q4_K" if model.sharing >= 4 or model.experts >= 4 else wider
@@ -255,7 +253,7 @@ def _down_of_falcon(i: int, file_type: str, default: str, model: ModelCounts) ->
 
 
 def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:
-    """Say in a sentence each how many tensors have rows that do not fit the type that was meant."""
+    """Say how many tensors have rows that do not fit the type that was meant."""
     changes = Counter((c.intended, c.type) for c in chosen.values() if c.type != c.intended)
     counts: dict[int, list[str]] = {}
     totals: Counter[int] = Counter()

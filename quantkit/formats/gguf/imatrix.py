@@ -33,10 +33,10 @@ Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight
 
 
 def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(columns,) float32 importance, with a little where a whole run of 16 neighbouring columns never fires.
+    """Give a little importance (columns,) to each run of 16 neighbouring columns that never fires.
 
-    ggml would turn the weights of such a run to zero, and they matter on other text. So it does where they fire so
-    little that sums of squares vanish.
+    ggml would zero the weights of such a run, and they matter on other text. So it does if they fire so little that
+    sums of squares vanish.
     """
     runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
     runs[runs.max(axis=1) < FAINTEST] = max(float(importance.mean()) * SILENT, SILENT)
@@ -67,7 +67,7 @@ def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: Calibr
 
 
 def read_imatrix(path: Path) -> Values:
-    """Mean squared inputs (experts or 1, columns) float32 by tensor name, of a file of either kind; raises RecipeError.
+    """Return mean squared inputs (experts or 1, columns) float32 by tensor name; raise RecipeError.
 
     The old kind has one row also for experts, one after the other.
     """
@@ -135,9 +135,9 @@ def _read_old(path: Path) -> Values:
 
 
 def importance_from(path: Path, plan: Plan) -> Values:
-    """The file's importance of matrices inside the blocks, by the source's weight names; raises RecipeError.
+    """Return the file's importance of matrices in blocks, by the source's weight names; raise RecipeError.
 
-    As in llama-quantize, the file may lack tensors; it must have one of them.
+    As in llama-quantize, the file may lack some tensors, but not all.
     """
     values = read_imatrix(path)
     importance: Values = {}
@@ -161,6 +161,6 @@ def importance_from(path: Path, plan: Plan) -> Values:
 
 
 def unweighted(plan: Plan, importance: Importance) -> list[PlannedTensor]:
-    """The tensors inside the blocks whose rounding an importance changes, and that have none."""
+    """List the tensors of blocks whose rounding an importance changes, and that have none."""
     weighted = [tensor for tensor in plan.tensors if block_of(tensor.name) >= 0 and tensor.type in WEIGHTED]
     return [tensor for tensor in weighted if not importance.keys() >= tensor.parts.keys()]

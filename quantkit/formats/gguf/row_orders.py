@@ -21,17 +21,14 @@ RowReader = Callable[[int, int], NDArray[Any]]  # (start, stop) -> those rows
 
 @dataclass(frozen=True)
 class Order:
-    """How rows of heads are ordered: `rows` makes the order for the heads that `heads` returns for a model.
-
-    `rotary`: what turns of a head is a whole number of pairs.
-    """
+    """`rows` makes the order of the rows of the `heads` of a model; `rotary`: pairs of a head turn."""
 
     rows: Callable[[Heads], RowOrder]
     heads: Callable[[ModelShape], Heads] = lambda shape: shape.heads
     rotary: bool = False
 
     def of(self, shape: ModelShape, count: int) -> RowOrder:
-        """Return the order of a tensor of `count` rows; raises ValueError where those are not the heads' rows."""
+        """Return the order of a tensor of `count` rows; raise ValueError if those are not the heads' rows."""
         heads = self.heads(shape)
         turned = heads.turned or heads.size
         uneven = self.rotary and (turned % 2 != 0 or turned > heads.size)
@@ -44,7 +41,7 @@ class Order:
 
 
 def _halves(count: int, heads: Heads) -> RowOrder:
-    """Halves of what turns of a head become neighbouring pairs: transformers turns halves, ggml's first rope pairs."""
+    """Turn halves of what turns of a head into neighbouring pairs: transformers turns halves, ggml pairs."""
     turned = heads.turned or heads.size
     rows = np.arange(count * heads.size).reshape(count, heads.size)
     halves = rows[:, :turned].reshape(count, 2, turned // 2)
@@ -94,14 +91,14 @@ INDEX_KEY_PAIRS = _indexer(lambda heads: np.argsort(_halves(heads.key, heads)))
 
 
 def restored(rows: NDArray[Any], order: RowOrder) -> NDArray[Any]:
-    """Rows (len(order), ...) of the file in the order of the source."""
+    """Put rows (len(order), ...) of the file into the order of the source."""
     values = np.empty_like(rows)
     values[order] = rows
     return values
 
 
 def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
-    """Return a reader of the rows that `read` reads, in `order`, with one call for each run of neighbouring rows."""
+    """Return a reader of rows in `order`, which reads each run of neighbouring rows with one call of `read`."""
     if order is None:
         return read
 
@@ -116,7 +113,7 @@ def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
 
 
 def concatenated(parts: list[tuple[RowReader, int]]) -> RowReader:
-    """Return a reader of the rows of several tensors, each given with its number of rows, one after the other."""
+    """Return a reader of the rows of several tensors, each given with its number of rows."""
 
     def read(start: int, stop: int) -> NDArray[Any]:
         found, first = [], 0

@@ -34,7 +34,7 @@ LAUREL = 64  # rank of Gemma 3n's, which llama.cpp has fixed
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts of query heads and of key-value heads, the rows of each, and how many of them turn (0: all)."""
+    """Counts of query and key-value heads, the rows of each, and how many of them turn (0: all)."""
 
     query: int
     key: int
@@ -46,9 +46,8 @@ class Heads:
 class ModelShape:
     """A model's numbers: `keys` are those of the file, without the architecture's name in front.
 
-    `gate` are the gates of a query head, one or one for each of its values; `tied`: the head is the embedding;
-    `factors` are the rope's divisors by the tensor's name in the file, (rotated / 2,) float32; `recurs`: these are the
-    numbers of a block without attention.
+    `gate` are the gates of a query head, one or one for each value; `tied`: the head is the embedding; `factors` are
+    the rope's divisors (rotated / 2,) by tensor name; `recurs`: these are the numbers of a block without attention.
     """
 
     keys: Mapping[str, Value]
@@ -59,34 +58,30 @@ class ModelShape:
     recurs: bool = False
 
     def number(self, key: str, default: int = 0) -> int:
-        """Return the whole number at `key`, of a list the largest, and `default` for anything else."""
+        """Return the whole number at `key`, the largest of a list, or `default` for anything else."""
         value = self.keys.get(key)
         value = max(value, default=None) if isinstance(value, list) and key in BY_BLOCK else value
         return value if isinstance(value, int) else default
 
     @property
     def blocks(self) -> int:
-        """Number of decoder blocks."""
         return self.number(BLOCKS)
 
     @property
     def hidden(self) -> int:
-        """Width of the values between the blocks."""
         return self.number(HIDDEN)
 
     @property
     def experts(self) -> int:
-        """Experts of a block, 0 where there are none."""
         return self.number(EXPERTS)
 
     @property
     def own_blocks(self) -> int:
-        """Blocks that have keys and values of their own; those behind them take the keys of these."""
+        """Blocks with keys and values of their own; those behind them take the keys of these."""
         return self.blocks - self.number(SHARED)
 
     @property
     def heads(self) -> Heads:
-        """The heads of the attention."""
         query = self.number(QUERY_HEADS)
         size = self.number(KEY_LENGTH, self.hidden // max(query, 1))
         return Heads(query, self.number(KEY_HEADS), size, self.number(ROTATED))
@@ -104,7 +99,7 @@ class ModelShape:
         return Heads(heads, 1, size, self.number(ROTATED))
 
     def of_block(self, block: int) -> ModelShape:
-        """Return the numbers of one block; where a list has 0, for a block without such tensors, that of the others."""
+        """Return the numbers of one block; 0 in a list, for a block without such tensors, becomes the others'."""
         listed = {key: value[block : block + 1] for key, value in self.keys.items() if isinstance(value, list)}
         own = {key: (listed[key] or [0])[0] or self.number(key) for key in BY_BLOCK if key in listed}
         if any(listed.get(SLIDING_BLOCKS, [])):
@@ -191,7 +186,7 @@ SHAPES: Mapping[str, Lengths] = {
 
 
 def expected_shape(name: str, lengths: Mapping[str, int], other: Mapping[str, Lengths]) -> tuple[int, ...]:
-    """Return the shape in the file of the tensor `name`; `other` are an architecture's own. Raises KeyError."""
+    """Return the file's shape of the tensor `name`; `other` are an architecture's own. Raises KeyError."""
     own = re.sub(r"^blk\.\d+\.", "", name)
     stem = own.removesuffix(".weight").removesuffix(".bias")
     shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])

@@ -39,9 +39,9 @@ CONVOLUTIONS = (".conv.weight", "conv1d.weight")
 class Slot:
     """A tensor of the file, `shape` (..., columns), and the source's tensors `parts` that it is made from.
 
-    Parts of a kind that is `counted` lie in a further dimension. A vector is multiplied by `factor`. `condition`, of a
-    configuration, says whether a model has the tensor (none: every model). `group` are the tensors of a block that are
-    there together: of slots with one name, the one whose group a file has counts.
+    `counted` parts are in a further dimension. A vector is multiplied by `factor`. `condition`, of a configuration,
+    says whether a model has the tensor. `group` are the tensors of a block that exist together: of slots with one name,
+    the one whose group a file has counts.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Slot:
         return (shape[0], 1, shape[1]) if self.parts[0].endswith(CONVOLUTIONS) and len(shape) == 2 else shape
 
     def to_file(self, source: Source, name: str) -> RowReader:
-        """Return a reader of rows of the file, float32, that are made of the checkpoint's tensor `name`."""
+        """Return a reader of the file's rows, float32, made of the checkpoint's tensor `name`."""
         transform = self.transform
         if len(source.info(name).shape) == 1 or self.is_vector:
             values = source.floats(name).reshape(-1) * np.float32(self.factor) + np.float32(transform.shift)
@@ -97,7 +97,7 @@ class Slot:
         return lambda start, stop: read(start, stop).reshape(stop - start, -1)[:, columns]
 
     def from_file(self, read: RowReader) -> Iterator[tuple[str, Rows]]:
-        """Yield the parts, made of the file's rows that `read` reads; vectors are read at once. Raises ValueError."""
+        """Yield the parts, made of the file's rows that `read` reads; raise ValueError."""
         transform, columns = self.transform, self.columns
         back = None if self.rows is None else np.argsort(self.rows)
         total = math.prod(self.shape[:-1])
@@ -131,7 +131,7 @@ def _with_columns(read: RowReader, columns: RowOrder, start: int, stop: int) -> 
 
 
 def _turned(whole: Callable[[], Any], start: int, stop: int) -> Any:
-    """Rows of a matrix that lies the other way, all of which is read once, when it is first asked for."""
+    """Return rows of a transposed matrix, which is read whole at the first call."""
     return np.ascontiguousarray(whole().T[start:stop])
 
 
@@ -140,7 +140,7 @@ def _shaped(read: RowReader, shape: tuple[int, ...], start: int, stop: int) -> A
 
 
 def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
-    """Return every tensor that a file of an architecture with these numbers may have, with the name that gguf gives it.
+    """Return every tensor that a file with these numbers may have, under gguf's name.
 
     Raises KeyError for a part without a name or a shape.
     """
@@ -202,7 +202,7 @@ def _root(how: Transform, lengths: Mapping[str, int]) -> float:
 
 
 def is_taken(name: str, row: Architecture, own_blocks: int) -> bool:
-    """Whether a tensor is of keys or values in a block behind the first `own_blocks`, which takes those of another.
+    """Return whether a tensor is of keys or values in a block behind `own_blocks`, which takes those of another.
 
     `name` is transformers', with or without the base model's prefix.
     """

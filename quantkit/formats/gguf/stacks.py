@@ -35,7 +35,7 @@ class Piece:
 
 
 class Unstacked(OverriddenSource):
-    """A source with the matrices of its stacks by themselves, under the names that the architecture gives them."""
+    """A source with the matrices of its stacks as tensors, under the architecture's names."""
 
     def __init__(self, source: Source, pieces: Mapping[str, Piece]) -> None:
         stacked = {piece.name for piece in pieces.values()}
@@ -49,7 +49,7 @@ class Unstacked(OverriddenSource):
         return values[start:stop] if values.ndim > 1 else values
 
     def _matrix(self, piece: Piece) -> NDArray[Any]:
-        """The whole matrix, rows first; the last one is kept, whose pieces are read in slabs."""
+        """Return the whole matrix, rows first; the last one is cached."""
         key, last = (piece.name, piece.index), self._last
         if last is not None and last[0] == key:
             return last[1]
@@ -75,7 +75,7 @@ def _info(stored: TensorInfo, piece: Piece) -> TensorInfo:
 
 
 def unstacked(source: Source, row: Architecture) -> Source:
-    """Return the source with its stacks taken apart, or itself; raises UnsupportedError for one of another shape."""
+    """Return the source with its stacks taken apart, or itself; raise UnsupportedError for other shapes."""
     pieces: dict[str, Piece] = {}
     behind = {stack.part: stack for stack in row.stacks}
     for name in source.tensors if behind else ():
@@ -111,7 +111,7 @@ def _pieces_of(source: Source, name: str, blocks: str, block: int, stack: Stack)
 
 
 def one_of(part: str, index: int) -> str:
-    """Return the name of a part of one expert or head; the part itself, which has no number, for the first."""
+    """Return the name of a part of one expert or head."""
     return part.format(expert=index, head=index)
 
 

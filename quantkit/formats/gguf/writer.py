@@ -41,10 +41,10 @@ Packed = Iterator[tuple[PlannedTensor, NDArray[np.uint8]]]
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file will hold: the `source` it is made from, its `plan` and its `vocabulary`.
+    """What a file will hold.
 
-    `file_type` is the name of its mix of types; `split_bytes`: it is split into files of at most so many bytes (0: it
-    is one file); `weighted`: it is made with an importance, on which llama.cpp's mixes depend.
+    `file_type` names its mix of types; it is split into files of at most `split_bytes` (0: one file); `weighted`: it is
+    made with an importance, on which llama.cpp's mixes depend.
     """
 
     source: Source
@@ -60,7 +60,6 @@ class GgufFile:
         return 4096 + self.vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in self.plan.tensors)
 
     def with_types(self, types: Mapping[str, str]) -> GgufFile:
-        """The same file with other types of single tensors."""
         return replace(self, plan=make_plan(self.source, self.file_type, types, self.weighted))
 
 
@@ -71,7 +70,7 @@ def plan_file(
     split_bytes: int = 0,
     weighted: bool = False,
 ) -> GgufFile:
-    """Plan a file from headers and the tokenizer alone; raises UnsupportedError, SourceError."""
+    """Plan a file from headers and the tokenizer alone; raise UnsupportedError, SourceError."""
     plan = make_plan(source, file_type, types, weighted)
     return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes, weighted)
 
@@ -84,11 +83,10 @@ def write_file(
     spool: Spool | None = None,
     partial: bool = False,
 ) -> None:
-    """Write the file into `run.folder`. Raises SourceError for weights or importance that ggml would spoil.
+    """Write the file into `run.folder`; raise SourceError for weights or importance that ggml would spoil.
 
-    `importance` maps names of the source's linear weights to float32 (in_features,) mean squared inputs;
-    empty for plain rounding, `partial` where it may lack some. The embedding is never weighted. `spool` holds rows that
-    are packed already, under the source's names.
+    `importance` maps the source's linear weights to float32 (in_features,) mean squared inputs; empty for plain
+    rounding, `partial` if it may lack some. `spool` holds rows that are packed already, under the source's names.
     """
     weights = _weights(file, importance, partial)
     tensors = file.plan.tensors
@@ -117,7 +115,7 @@ def write_vocabulary(file: GgufFile, run: Run) -> None:
 
 @contextmanager
 def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor, ...] = ()) -> Iterator[Any]:
-    """A gguf.GGUFWriter whose file, or files, hold keys, tokenizer and the list of `tensors`."""
+    """Yield a gguf.GGUFWriter whose file, or files, hold keys, tokenizer and the list of `tensors`."""
     import gguf
 
     path = folder / file_name(file.source, name)
@@ -137,7 +135,7 @@ def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor
 
 
 def _weights(file: GgufFile, importance: Importance, partial: bool) -> dict[str, NDArray[np.float32]]:
-    """Importance (parts, columns) by the tensor's name in the file; unless it is `partial`, weighted types have one."""
+    """Return importance (parts, columns) by the file's tensor names; unless `partial`, raise for missing ones."""
     weights: dict[str, NDArray[np.float32]] = {}
     for tensor in file.plan.tensors if importance else ():
         if tensor.type not in WEIGHTED or not tensor.parts or tensor.name in TABLES:
@@ -169,7 +167,7 @@ def _add_keys(writer: Any, file: GgufFile) -> None:
 
 
 def _file_type(bits: str, plan: Plan) -> str:
-    """What the file calls itself: its mix or, where types were chosen, the mix of the type with the most weights."""
+    """Return what the file calls itself: its mix, or with chosen types that of the type with the most weights."""
     if bits == "MXFP4":
         return "MOSTLY_MXFP4_MOE"
     if bits != "auto":
@@ -183,7 +181,6 @@ def _file_type(bits: str, plan: Plan) -> str:
 
 
 def _threads() -> int:
-    """As many as OpenMP would take."""
     number = os.environ.get("OMP_NUM_THREADS", "")
     return int(number) if number.isdigit() and int(number) else usable_cores()
 
@@ -210,7 +207,6 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
 
 
 def _spooled(tensor: PlannedTensor, spool: Spool) -> NDArray[np.uint8]:
-    """Rows that are packed already, in the order of the file."""
     rows, slot = np.concatenate([spool.get(part).numpy() for part in tensor.parts]), tensor.slot
     assert slot is not None  # it has parts
     if slot.transform.shift or slot.factor != 1:  # of a norm, whose rows are one float32 each

@@ -26,10 +26,10 @@ ONE = np.frombuffer(np.float16(1).tobytes(), np.uint8)
 
 @dataclass(frozen=True)
 class Codebook:
-    """One type: tables of `points` points of `size` weights, a scale for each `run` weights, `nbytes` a block.
+    """One type: a table of `points` points of `size` weights, a scale for each `run` weights, `nbytes` a block.
 
-    pack(blocks, indices (n, 256 / size), signs (n, 32)) writes them in place; bit i of a byte of signs is the minus of
-    the i-th of 8 weights.
+    pack(blocks, indices (n, 256 / size), signs (n, 32)) writes in place; bit i of a byte of signs is the minus of
+    weight i of 8.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Codebook:
     pack: Callable[[Bytes, Indices, Bytes], None]
 
     def table(self) -> Floats:
-        """The points (points, size) float32, none negative, in units that `scales` has."""
+        """Return the points (points, size) float32, none negative, in the units of `scales`."""
         return _table(self)
 
     def scales(self, packed: Bytes) -> Floats:
-        """Scales (rows, columns / run) float32 of packed rows (rows, bytes)."""
+        """Return the scales (rows, columns / run) float32 of packed rows (rows, bytes)."""
         rows, columns = len(packed), packed.shape[1] // self.nbytes * BLOCK
         first = self.with_points(
             packed, np.zeros((rows, columns // self.size), np.uint16), np.zeros((rows, columns // SIGN_RUN), np.uint8)
@@ -53,22 +53,20 @@ class Codebook:
         return ggml.dequantize(self.name, first, columns)[:, :: self.run] / self.table()[0, 0]
 
     def with_points(self, packed: Bytes, indices: Indices, signs: Bytes) -> Bytes:
-        """A copy of packed rows (rows, bytes) with other points (rows, columns / size) and signs (rows, columns / 8)
-        on the same scales.
-        """
+        """Copy packed rows with other points (rows, columns / size) and signs (rows, columns / 8), same scales."""
         blocks = packed.reshape(-1, self.nbytes).copy()
         self.pack(blocks, indices.reshape(len(blocks), -1), signs.reshape(len(blocks), -1))
         return blocks.reshape(packed.shape)
 
     def without_factors(self, packed: Bytes, columns: int) -> tuple[Floats, Floats]:
-        """Factors (rows, columns / 256) float32 of packed rows, and their values (rows, columns) with all factors 1."""
+        """Split packed rows into factors (rows, columns / 256) and values (rows, columns) with all factors 1."""
         blocks = packed.reshape(-1, self.nbytes).copy()
         factors = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
         blocks[:, :2] = ONE
         return factors.reshape(len(packed), -1), ggml.dequantize(self.name, blocks.reshape(packed.shape), columns)
 
     def with_factors(self, packed: Bytes, factors: Floats) -> Bytes:
-        """A copy of packed rows with other factors (rows, columns / 256), which a float16 holds."""
+        """Copy packed rows with other factors (rows, columns / 256), which a float16 holds."""
         blocks = packed.reshape(-1, self.nbytes).copy()
         blocks[:, :2] = factors.astype(np.float16).reshape(-1, 1).view(np.uint8)
         return blocks.reshape(packed.shape)

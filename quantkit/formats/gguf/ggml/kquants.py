@@ -24,7 +24,7 @@ Floats = NDArray[np.float32]
 
 @dataclass
 class Scales:
-    """What a block (n of them) says beside its codes: value = factor * scales * code - offset * minima.
+    """All of n blocks but the codes: value = factor * scales * code - offset * minima.
 
     factor and offset are (n, 1) float32 that a float16 holds; scales and minima (n, 256 / group) are whole numbers in
     float32. In types without minima, value = factor * scales * (code - zero), and minima are zeros.
@@ -37,9 +37,9 @@ class Scales:
 
 
 class Field(NamedTuple):
-    """Where `width` bits of numbers from bit `shift` on lie in a block: in its bytes from `start` to `stop`.
+    """Where a block stores `width` bits of numbers, from bit `shift` on: in its bytes `start` to `stop`.
 
-    In each `run` of bytes, number `run * j + l` has them in byte l at bit width * j.
+    In each `run` of bytes, number `run * j + l` is in byte l at bit width * j.
     """
 
     start: int
@@ -54,9 +54,9 @@ class KQuant:
     """One type: codes of `bits` bits in `fields`, a scale for each `group` weights, `nbytes` a block.
 
     Scales are whole numbers from `least` to `largest`, minima from 0 to `largest_minimum` (0: the type has none, and
-    `zero` is taken from its codes). The float16 factor lies at byte `factor_at`, that of the minima behind it. `steps`
-    are what the codes stand for, from low to high, where they are not whole numbers in a row.
-    unpack(blocks) -> scales less `least` and minima, uint8; pack(blocks, those) writes them in place.
+    `zero` is subtracted from its codes). The float16 factor is at byte `factor_at`, the minima's behind it. `steps` are
+    the values of the codes if these are not consecutive numbers. unpack(blocks) -> scales less `least` and minima,
+    uint8; pack(blocks, scales, minima) writes them in place.
     """
 
     name: str
@@ -163,7 +163,7 @@ KQUANTS = {
 
 
 def read_scales(name: str, packed: Bytes) -> Scales:
-    """The scales of packed rows (rows, bytes), one block after the other."""
+    """Return the scales of packed rows (rows, bytes), one block after the other."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes)
     scales, minima = (part.astype(np.float32) for part in kind.unpack(blocks))
@@ -173,10 +173,7 @@ def read_scales(name: str, packed: Bytes) -> Scales:
 
 
 def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minima (rows, columns / group) float32 of packed rows (rows, bytes): scale * code - minimum.
-
-    In types with steps, scale * step of the code.
-    """
+    """Return scales and minima (rows, columns / group) of packed rows: scale * code (or step of the code) - minimum."""
     kind, stored = KQUANTS[name], read_scales(name, packed)
     scales = stored.factor * stored.scales
     minima = stored.offset * stored.minima if kind.largest_minimum else scales * np.float32(kind.zero)
@@ -184,7 +181,7 @@ def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def with_scales(name: str, packed: Bytes, scales: Scales) -> Bytes:
-    """A copy of packed rows (rows, bytes) with the same codes on other scales."""
+    """Copy packed rows (rows, bytes) with other scales."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes).copy()
     kind.pack(blocks, (scales.scales - np.float32(kind.least)).astype(np.uint8), scales.minima.astype(np.uint8))
@@ -195,14 +192,14 @@ def with_scales(name: str, packed: Bytes, scales: Scales) -> Bytes:
 
 
 def read_codes(name: str, packed: Bytes) -> Bytes:
-    """Codes (rows, columns) uint8 of packed rows (rows, bytes)."""
+    """Return the codes (rows, columns) uint8 of packed rows (rows, bytes)."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes)
     return reduce(np.bitwise_or, (_take(blocks, field) for field in kind.fields)).reshape(len(packed), -1)
 
 
 def with_codes(name: str, packed: Bytes, codes: Bytes) -> Bytes:
-    """A copy of packed rows (rows, bytes) with other codes (rows, columns) on the same scales."""
+    """Copy packed rows (rows, bytes) with other codes (rows, columns)."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes).copy()
     for field in kind.fields:

@@ -28,9 +28,7 @@ RIDGE = 1e-6  # share of the mean diagonal that holds the factors where they are
 
 
 class _PackedRows:
-    """Scales and codes of n rows in torch: factor, offset (n, B), scales, minima (n, G), codes less zero or their steps
-    (n, K).
-    """
+    """n rows in torch: factor, offset (n, B), scales, minima (n, G), codes less zero or their steps (n, K)."""
 
     def __init__(self, kind: KQuant, packed: Bytes, device: torch.device) -> None:
         self.kind, self.blocks = kind, packed.shape[1] // kind.nbytes
@@ -46,23 +44,18 @@ class _PackedRows:
             self.codes = codes.to(torch.float32) - kind.zero
 
     def values(self) -> torch.Tensor:
-        """(n, K) float32."""
         each = BLOCK // self.kind.group
         scales = (self.factor.repeat_interleave(each, 1) * self.scales).repeat_interleave(self.kind.group, 1)
         minima = (self.offset.repeat_interleave(each, 1) * self.minima).repeat_interleave(self.kind.group, 1)
         return scales * self.codes - minima
 
     def stored(self) -> Scales:
-        """As the blocks hold them."""
         parts = (self.factor, self.offset, self.scales, self.minima)
         return Scales(*(part.cpu().numpy().reshape(len(part) * self.blocks, -1) for part in parts))
 
 
 def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
-    """Packed rows (n, bytes) of type `name` with refitted scales.
-
-    target (n, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
-    """
+    """Refit the scales of packed rows (n, bytes) to the weight `target` (n, K); hessian (K, K) is E[x x^T]."""
     rows = _PackedRows(KQUANTS[name], packed, target.device)
     _whole_numbers(rows, (target - rows.values()) @ hessian, hessian)
     _factors(rows, target, hessian)
@@ -70,7 +63,7 @@ def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor)
 
 
 def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor) -> None:
-    """Improve scales and minima one after the other; slope (n, K) = (W - V) H is half the error's negative gradient."""
+    """Improve scales and minima in turn; slope (n, K) = (W - V) H is half the error's negative gradient."""
     kind = rows.kind
     each, size = BLOCK // kind.group, kind.group
     for b in range(rows.blocks):
@@ -101,7 +94,7 @@ def _better(
     least: int,
     largest: int,
 ) -> torch.Tensor:
-    """The whole step (n,) of `now` (n,) that lowers the error most: each step of one moves V by unit * direction."""
+    """Return the step (n,) of whole numbers `now` (n,) that lowers the error most; one moves V by unit * direction."""
     gain = (direction * slope).sum(1)
     curve = ((direction @ square) * direction).sum(1)
     best = gain / (unit * curve)
@@ -127,7 +120,7 @@ def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> 
 def _solved(
     parts: list[torch.Tensor], factors: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
 ) -> torch.Tensor:
-    """Better factors (n, P * B) float32 that float16 holds; a row whose error would not fall keeps its own.
+    """Return better factors (n, P * B) float32 that float16 holds; rows whose error would not fall keep theirs.
 
     A row's values are the sum of its P parts (n, K), each block of 256 times its factor.
     """
@@ -140,7 +133,7 @@ def _solved(
 
 
 def refit_factors(codebook: Codebook, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
-    """Packed rows (n, bytes) of a type of `codebooks` with better float16 factors, as `refit`."""
+    """Refit the float16 factors of packed rows of a type of `codebooks`, as `refit`."""
     factors, values = codebook.without_factors(packed, target.shape[1])
     now, part = torch.from_numpy(factors).to(target.device), torch.from_numpy(values).to(target.device)
     return codebook.with_factors(packed, _solved([part], now, target, hessian).cpu().numpy())

@@ -20,7 +20,7 @@ UNKNOWN_PENALTY = 10.0  # below the worst score
 def spm_scores(model: dict[str, Any]) -> dict[str, float]:
     """Return scores by text, from the ``model`` part of a tokenizer.json; tokens that no merge makes come last.
 
-    The score of a token is minus the place of the first merge that makes it, so that the earlier merge is the better.
+    The score is minus the place of the first merge that makes the token: earlier merges are better.
     """
     first: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
@@ -31,7 +31,7 @@ def spm_scores(model: dict[str, Any]) -> dict[str, float]:
 
 
 def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix: bool) -> list[int]:
-    """Tokenize `text` as the ``llama`` model does; characters that have no token become their UTF-8 bytes."""
+    """Tokenize `text` as the ``llama`` model does; characters without a token become their UTF-8 bytes."""
     symbols = list(((" " if prefix else "") + text).replace(" ", SPACE))
     while True:
         pairs = [left + right for left, right in pairwise(symbols)]
@@ -47,16 +47,13 @@ def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix:
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """The merges of the ``model`` part of a tokenizer.json, the best first."""
+    """Return the merges of the ``model`` part of a tokenizer.json, the best first."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(left, right) for left, right in pairs]
 
 
 def gemma4_tokens(text: str, ids: Mapping[str, int], merges: list[tuple[str, str]]) -> list[int]:
-    """Tokenize `text` as the ``gemma4`` model does.
-
-    Neighbours are joined by the merges, in lines by themselves; newlines in a row are one token where there is one.
-    """
+    """Tokenize `text` as the ``gemma4`` model does: merges within lines; newlines in a row may be one token."""
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(merges)))}
     tokens: list[int] = []
     for word in re.findall(r"[^\n]+|\n+", text.replace(" ", SPACE)):
@@ -74,8 +71,8 @@ def gemma4_tokens(text: str, ids: Mapping[str, int], merges: list[tuple[str, str
 class Unigram:
     """A unigram tokenizer, llama.cpp's ``t5`` model: the best sum of scores over the whole text.
 
-    `pieces` are the token ids and scores by text. A text is normalized by the source's precompiled character map,
-    blanks become U+2581, and a code point without a token counts as unknown.
+    `pieces` are the token ids and scores by text. The source's precompiled character map normalizes a text, blanks
+    become U+2581, and a code point without a token counts as unknown.
     """
 
     pieces: dict[str, tuple[int, float]]
@@ -86,11 +83,9 @@ class Unigram:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Scores by text."""
         return {text: score for text, (_, score) in self.pieces.items()}
 
     def tokens(self, text: str) -> list[int]:
-        """Tokenize `text`."""
         text = self._normalized(text)
         lowest = min(score for _, score in self.pieces.values()) - UNKNOWN_PENALTY
         best: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -120,7 +115,7 @@ class Unigram:
 
 
 def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram | str:
-    """Read the ``model`` part and the steps of a tokenizer.json, or say which step llama.cpp lacks."""
+    """Read the ``model`` part and the steps of a tokenizer.json, or return the step that llama.cpp lacks."""
     if model.get("byte_fallback"):
         return "unigram with byte fallback"
     if model.get("unk_id") is None:

@@ -22,7 +22,7 @@ SIGNS = ("error", "assert", "failed")
 
 
 def llama_cpp_ids(path: Path, text: str) -> list[int]:
-    """The ids of `text`, without BOS and EOS, by the vocabulary in the GGUF file `path`; raises UnsupportedError."""
+    """Return the ids of `text`, without BOS and EOS, by the vocabulary of a GGUF file; raise UnsupportedError."""
     what = f"{path}: llama.cpp cannot read its vocabulary"
     with temporary_folder() as folder:
         answer = folder / "ids.json"
@@ -41,7 +41,7 @@ def llama_cpp_ids(path: Path, text: str) -> list[int]:
 
 
 def _reason(code: int, said: str) -> str:
-    """How the process ended, and the first line of what it said that names an error."""
+    """Return how the process ended, and the first line of its output that names an error."""
     how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = next((line for line in lines if any(sign in line.lower() for sign in SIGNS)), "".join(lines[-1:]))
@@ -49,7 +49,7 @@ def _reason(code: int, said: str) -> str:
 
 
 def main() -> None:
-    """The process: the file and the place of the answer as arguments, the text on standard input."""
+    """Run as a process: the file and the place of the answer as arguments, the text on standard input."""
     import resource
 
     import llama_cpp

@@ -67,7 +67,7 @@ STEPS = {
 
 
 def steps_name(steps: Iterable[dict[str, Any]], ignores_merges: bool) -> str | None:
-    """The pre-tokenizer of llama.cpp that does these steps of a tokenizer.json, or None."""
+    """Return llama.cpp's pre-tokenizer that does these steps of a tokenizer.json, or None."""
     return STEPS.get((tuple(_step(step) for step in steps), ignores_merges))
 
 
@@ -83,5 +83,5 @@ def _step(step: dict[str, Any]) -> str:
 
 
 def fingerprint(ids: Sequence[int]) -> str:
-    """The key of token ids in `NAMES`."""
+    """Return the key of token ids in `NAMES`."""
     return hashlib.sha256(str(list(ids)).encode()).hexdigest()[:16]

@@ -62,9 +62,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types, `suppressed` the ids of tokens that are never
-    generated.
-    """
+    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types; `suppressed` ids are never generated."""
 
     algorithm: Algorithm
     tokens: list[str]
@@ -120,7 +118,7 @@ class Vocabulary:
 
 
 def read_vocabulary(source: Source, size: int) -> Vocabulary:
-    """Read the source's tokenizer for an embedding of `size` rows; raises UnsupportedError, SourceError."""
+    """Read the source's tokenizer for an embedding of `size` rows; raise UnsupportedError, SourceError."""
     tokenizer = source.tokenizer()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -150,7 +148,7 @@ def _special_id(tokenizer: Any, config: dict[str, Any], name: str) -> Any:
 
 
 def _suppressed(source: Source, size: int) -> list[int]:
-    """The tokens that generation_config.json bans from answers, without what is no id, as llama.cpp reads them."""
+    """Return the valid ids that generation_config.json bans from answers."""
     path = source.side_files().get(GENERATION)
     given = read_object(path, SourceError, "Fetch it again, or remove it.").get("suppress_tokens") if path else None
     if given is None:
@@ -163,7 +161,6 @@ def _suppressed(source: Source, size: int) -> list[int]:
 
 
 def _template(tokenizer: Any) -> str | list[dict[str, str]] | None:
-    """The chat template as GGUFWriter takes it."""
     template = getattr(tokenizer, "chat_template", None)
     texts = template if isinstance(template, dict) else {"default": template or ""}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
@@ -179,9 +176,9 @@ def _template(tokenizer: Any) -> str | list[dict[str, str]] | None:
 
 
 def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
-    """Raise UnsupportedError for an id without a row, ValueError where two tokens have one id.
+    """Raise UnsupportedError for an id without a row, ValueError if two tokens have one id.
 
-    Asked before the tokenizer's JSON, which is made by a loop over all ids up to the largest.
+    This comes before the tokenizer's JSON, which is made by a loop over all ids up to the largest.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     count = max(vocabulary.values(), default=0) + 1
@@ -197,7 +194,7 @@ def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
 
 
 def _refuse_equal_tokens(tokens: list[str]) -> None:
-    """Raise ValueError where two ids have one text: llama.cpp ends its process at such a file."""
+    """Raise ValueError if two ids have one text: llama.cpp ends its process at such a file."""
     places: dict[str, int] = {}
     for number, text in enumerate(tokens):
         plain = text.partition("\0")[0]  # as llama.cpp reads it
@@ -206,7 +203,6 @@ def _refuse_equal_tokens(tokens: list[str]) -> None:
 
 
 def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
-    """What llama.cpp has for this tokenizer; raises ValueError."""
     model, decoder = data["model"], json.dumps(data.get("decoder"))
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     if model["type"] == "BPE" and model.get("byte_fallback"):
@@ -249,7 +245,7 @@ def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> str:
 
 
 def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[list[str], list[int]]:
-    """Texts and types of the tokens 0 .. size - 1; `visible` ones are shown, although they are special."""
+    """Return texts and types of the tokens 0 .. size - 1; `visible` ones are shown although they are special."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
     if data["model"]["type"] == "Unigram":
         unknown = vocabulary[data["model"]["unk_id"]][0]
@@ -278,7 +274,7 @@ def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[
 
 
 def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
-    """Whether the tokenizer puts BOS before and EOS after a text."""
+    """Return whether the tokenizer puts BOS before and EOS after a text."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a")
     bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
@@ -291,7 +287,7 @@ def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, with sequences opened."""
+    """Return the steps of a normalizer or pre-tokenizer, with sequences opened."""
     if not part:
         return []
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -299,7 +295,7 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _space_prefix(steps: list[dict[str, Any]]) -> bool:
-    """Whether a space is put before a text; raises ValueError for steps that llama.cpp lacks."""
+    """Return whether a space is put before a text; raise ValueError for steps that llama.cpp lacks."""
     prefix = False
     for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
@@ -314,7 +310,7 @@ def _space_prefix(steps: list[dict[str, Any]]) -> bool:
 
 
 def _compare(tokenizer: Any, follow: Callable[[str], list[int]]) -> tuple[str, ...]:
-    """Run llama.cpp's algorithm on the probe; raises ValueError where the tokenizer differs, or notes it."""
+    """Run llama.cpp's algorithm on the probe; raise ValueError, or note it, if the tokenizer differs."""
     ours, theirs = follow(PROBE), tokenizer.encode(PROBE, add_special_tokens=False)
     if ours != theirs:
         at = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
