@@ -1,8 +1,7 @@
-"""Layouts of grouped integer codes (GPTQ's, AWQ's, compressed-tensors'): what they hold, and their one reader.
+"""Grouped integer codes (GPTQ, AWQ, compressed-tensors): a layout is a `GroupedPacking`, one reader serves all.
 
-What such a layout is made of is a `GroupedPacking`. Its output head may be codes, too: it is rounded to the nearest
-code, its scales searched for the least squared error, some rows at a time. Embeddings stay in 16 bits: transformers
-5.23 loads none that are packed, and vLLM 0.32 none that are not.
+The output head may be codes, too: rounded to the nearest, with searched scales. Embeddings stay in 16 bits:
+transformers 5.23 loads no packed ones, and vLLM 0.32 only packed ones.
 """
 
 from __future__ import annotations

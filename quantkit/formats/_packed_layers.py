@@ -1,6 +1,6 @@
-"""Checkpoints in safetensors whose quantized layers are several tensors each: codes, scales and what goes with them.
+"""Safetensors checkpoints whose quantized layers are several tensors each: one reader and writer for all layouts.
 
-The layouts of GPTQ, AWQ, compressed-tensors and bitsandbytes are a `Packing` each; one reader and one writer serve all.
+The layouts of GPTQ, AWQ, compressed-tensors and bitsandbytes are a `Packing` each.
 """
 
 from __future__ import annotations

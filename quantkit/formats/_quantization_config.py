@@ -1,8 +1,7 @@
-"""What a folder says of how its layers are quantized, ours or another tool's; and what a folder of ours has to say.
+"""How a folder says that its layers are quantized: config.json's `quantization_config`, or a file of another tool.
 
-It is in config.json's `quantization_config`, as transformers defines it, or in a file of another tool's. AutoRound
-stores GPTQ's or AWQ's tensors under names of its own for them: https://github.com/intel/auto-round,
-auto_round/inference/backend.py, where `auto_round:auto_gptq` has "zp+-1" and `auto_round` has zero points as they are.
+AutoRound has names of its own for GPTQ's and AWQ's layouts (https://github.com/intel/auto-round,
+auto_round/inference/backend.py): `auto_round:auto_gptq` has "zp+-1", `auto_round` has zero points as they are.
 """
 
 from __future__ import annotations

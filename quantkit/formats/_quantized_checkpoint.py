@@ -1,8 +1,4 @@
-"""A checkpoint folder whose layers are quantized, as a source: one layer at a time is dequantized as it is read.
-
-Its values come as float32, whoever wrote it; what is not quantized comes as it is stored. Settings in
-config.json, or in a file of their own, name the format (_quantization_config.py).
-"""
+"""A quantized checkpoint folder as a source: layers are dequantized to float32 one at a time, as they are read."""
 
 from __future__ import annotations
 

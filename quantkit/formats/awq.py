@@ -1,7 +1,6 @@
-"""The AWQ checkpoint layout, GEMM version: 4 bits with zero points, groups of neighbouring columns.
+"""AWQ, GEMM version: 4 bits with zero points. Loaded by vLLM, transformers with gptqmodel, TGI.
 
 Per linear layer with weight (N, K): `qweight` int32 [K, N/8], `qzeros` int32 [K/g, N/8], `scales` float16 [K/g, N].
-Loaded by vLLM, transformers with gptqmodel, TGI.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""4-bit NormalFloat checkpoints as transformers stores them for bitsandbytes.
+"""4-bit NormalFloat as transformers stores it for bitsandbytes.
 
-Per linear layer with weight (N, K): `weight` uint8 [N*K/2, 1] and, beside it, `weight.absmax`, `weight.quant_map`, with
-double quantization `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
-(numerics/normal_float.py has their shapes). All else is dense. Loaded by transformers with bitsandbytes.
+Per linear layer with weight (N, K): `weight` uint8 [N*K/2, 1], `weight.absmax`, `weight.quant_map`, with double
+quantization `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
+(shapes: numerics/normal_float.py). All else is dense.
 
-As sources also bitsandbytes' FP4, which differs in the table of values, and LLM.int8: `weight` int8 [N, K], `SCB`
-float32 [N], the largest value of each row, and `weight_format`, one uint8, 0 for rows side by side. A value is code
-times SCB / 127, as of bitsandbytes' int8_vectorwise_dequant (Dettmers et al., arXiv:2208.07339, section 2.1). Not
-supported: former versions' orders of codes for tensor cores (`weight_format` 1 to 3).
+Read as sources, too: FP4, which has another table of values, and LLM.int8: `weight` int8 [N, K], `SCB` float32 [N], the
+largest value of each row, and `weight_format`, one uint8, 0 for rows side by side (1 to 3, for tensor cores, are not
+supported). A value is code times SCB / 127 (int8_vectorwise_dequant; Dettmers et al., arXiv:2208.07339, section 2.1).
 
-Which layers transformers gives to bitsandbytes its own code says, asked on modules without weights: it replaces plain
-linear layers and GPT-2's Conv1D, and leaves alone subclasses such as FalconLinear, stacks of experts, the head, and
-what it keeps in float32. Source: transformers/integrations/bitsandbytes.py; `_convert_weight_packed_for_cpu` of
-bitsandbytes/functional.py, 0.50.
+transformers decides which layers bitsandbytes gets (transformers/integrations/bitsandbytes.py): plain linear layers and
+GPT-2's Conv1D, but no subclasses such as FalconLinear, stacks of experts, the head, or what it keeps in float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Plain checkpoints: safetensors of floats beside a config.json, as Hugging Face models are published.
+"""Plain checkpoints: safetensors of floats and a config.json, as Hugging Face models are published.
 
-Only headers are read when one is opened. Tensors come one at a time, or as a slab of rows.
-Format: https://github.com/huggingface/safetensors#format
+Opening one reads headers only. Tensors come one at a time, or as a slab of rows.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """FP8 checkpoints as DeepSeek publishes them and transformers' `FineGrainedFP8Config` reads them: sources only.
 
-A tensor NAME of N x K values, or a stack of such, is float8_e4m3fn, and beside it lies NAME_scale_inv, [ceil(N/n),
-ceil(K/k)] for the blocks n x k of config.json's `weight_block_size`, or one number for each matrix where that is
-null. A value is code times scale. Scales are float32, bfloat16, float16, or powers of two (float8_e8m0fnu, or uint8
-where `scale_fmt` is ue8m0). AutoFP8's files call the one number NAME_scale. Scales of activations and of the
-cache are left out.
-Not supported: experts of 4 bits (`expert_dtype` fp4). The values are those of transformers'
-integrations/finegrained_fp8.py, which takes no blocks that are cut off at the edge.
+A tensor NAME of N x K values, or a stack of such, is float8_e4m3fn and has NAME_scale_inv: [ceil(N/n), ceil(K/k)] for
+the blocks n x k of config.json's `weight_block_size`, or one number for each matrix if that is null (NAME_scale in
+AutoFP8's files). A value is code times scale. Scales are float32, bfloat16, float16, or powers of two (float8_e8m0fnu,
+or uint8 if `scale_fmt` is ue8m0). Scales of activations and of the cache are left out; experts of 4 bits are refused.
+The values are those of transformers' integrations/finegrained_fp8.py, which takes no blocks cut off at the edge.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The GPTQ checkpoint layout, version 1.
+"""The GPTQ layout, version 1. Loaded by vLLM, exllama and transformers with gptqmodel.
 
 Per linear layer with weight (N, K) and bits b: `qweight` int32 [K*b/32, N]; `qzeros` int32 [G, N*b/32] holding
 zero - 1 (so a zero of 0 cannot be stored); `scales` float16 [G, N]; `g_idx` int32 [K].
-Where layers' bits differ, `dynamic` of config.json has them by regular expressions of the layers' names, in GPTQModel's
-way: the first that matches from a name's beginning counts.
-Loaded by vLLM, by exllama and by transformers with gptqmodel.
+If layers' bits differ, config.json's `dynamic` has them in GPTQModel's way: by regular expressions of the layers'
+names, of which the first that matches counts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """MXFP4 checkpoints as gpt-oss is published and transformers' `Mxfp4Config` reads them: sources only.
 
-A stack NAME of E experts' matrices lies as NAME_blocks uint8 [E, N, K/32, 16], two codes of 4 bits (E2M1) a byte, the
-first one low, and NAME_scales uint8 [E, N, K/32], powers of two (E8M0). transformers keeps it the other way round, and
-so it is read: (E, K, N). All else is dense.
-Format: OCP Microscaling Formats (MX) Specification, version 1.0. The values are those of transformers'
-integrations/mxfp4.py.
+A stack NAME of E experts' matrices is NAME_blocks uint8 [E, N, K/32, 16], two codes of 4 bits (E2M1) a byte, the first
+one low, and NAME_scales uint8 [E, N, K/32], powers of two (E8M0). It is read as transformers has it: (E, K, N). All
+else is dense. Format: OCP Microscaling Formats (MX) Specification 1.0; values: transformers' integrations/mxfp4.py.
 """
 
 from __future__ import annotations

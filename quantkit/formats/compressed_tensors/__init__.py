@@ -1,11 +1,7 @@
-"""compressed-tensors, as vLLM's own tools write it: grouped integer codes, and scaled 8-bit and 4-bit values.
+"""compressed-tensors, vLLM's own format: grouped integer codes (packed.py), scaled 8-bit and 4-bit values (scaled.py).
 
-`pack-quantized` is packed.py; `int-quantized`, `float-quantized`, `nvfp4-pack-quantized` and `mxfp4-pack-quantized` are
-scaled.py. Format: https://github.com/vllm-project/compressed-tensors, version 0.20.
-Loaded by vLLM and by transformers with the package compressed-tensors.
-
-A source may have several groups of layers, such as 4 bits for some and FP8 for others. The types and shapes of a
-layer's tensors fit one group, or several that give the same values, or the folder is refused.
+Format: https://github.com/vllm-project/compressed-tensors, version 0.20. A source may have several groups of layers,
+such as 4 bits for some and FP8 for others: types and shapes of a layer's tensors show its group.
 """
 
 from __future__ import annotations

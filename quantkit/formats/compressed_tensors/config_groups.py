@@ -1,7 +1,7 @@
-"""The groups of layers in compressed-tensors' `quantization_config`, and the layers that its readers do not find.
+"""The groups of layers in compressed-tensors' `quantization_config`.
 
-config.json says by names, expressions or classes which group a layer belongs to. No expression of a stranger's is run:
-the types and shapes of a layer's tensors say it, too (`__init__.py`).
+A group names its layers by names, expressions or classes. No foreign expression is run: a layer's tensors show its
+group, too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""`pack-quantized`: grouped integer codes as vLLM's own tools write them.
+"""`pack-quantized`: grouped integer codes.
 
 Per linear layer with weight (N, K) and bits b: `weight_packed` int32 [N, ceil(K*b/32)], each row one little-endian bit
 string of codes; `weight_scale` float16 [N, G]; `weight_shape` int64 [2]; with zero points `weight_zero_point` int32
-[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), so it is ours.
-Format: https://github.com/vllm-project/compressed-tensors, version 0.20. Former versions had `weight_g_idx` int32 [K],
-which is read and not written.
+[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), so it is ours. `weight_g_idx` int32 [K]
+of former versions is read and not written.
 """
 
 from __future__ import annotations

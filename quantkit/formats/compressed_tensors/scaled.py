@@ -8,9 +8,8 @@ Per linear layer with weight (N, K):
   float8_e4m3fn [N, K/16]; `weight_global_scale` float32 [1], by which scales are divided
 - `mxfp4-pack-quantized`: `weight_packed` likewise; `weight_scale` uint8 [N, K/32], exponents of E8M0
 
-Everything else is bfloat16, as the scales of 8-bit values are. Source:
-https://github.com/vllm-project/compressed-tensors, version 0.20, its presets W8A8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16 and
-MXFP4A16. Read are also a scale for a whole tensor, and inputs that are rounded otherwise.
+All else is bfloat16, as the scales of 8-bit values are: the package's presets W8A8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16
+and MXFP4A16. One scale for a whole tensor and other rounding of inputs are read, too.
 """
 
 from __future__ import annotations

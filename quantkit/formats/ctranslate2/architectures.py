@@ -1,8 +1,7 @@
-"""The architectures of CTranslate2: which it computes exactly, and its variables back as a checkpoint's tensors.
+"""CTranslate2's architectures: which it computes exactly (measured with 4.8.5 and transformers 5.23), and their names.
 
-Exactness was measured with CTranslate2 4.8.5 and transformers 5.23. The way back undoes what `TransformersConverter` of
-CTranslate2 4.8 does (https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/converters/transformers.py):
-queries, keys and values fused into one weight, heads put in another order, GPT-2's weights transposed.
+`SourceTensors` undoes what CTranslate2's TransformersConverter does (python/ctranslate2/converters/transformers.py of
+https://github.com/OpenNMT/CTranslate2): fused queries, keys and values, heads in another order, transposed weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A model folder written by CTranslate2's own converter, whose faults are mended, with one block in memory at a time.
+"""Write a model folder with CTranslate2's own converter, with one block in memory at a time.
 
-The converter loads a whole model, in the configuration's dtype and not in the stored one, and its `ModelSpec.save`
-holds all tensors, as they were and quantized. Here it is given the model without its blocks, and then each block alone,
-in the order in which variables stand in a `model.bin` (model_file.py has the format). Its own code quantizes each
-variable, some rows at a time, so that the bytes are the same.
+The converter loads a whole model, and its `ModelSpec.save` holds all tensors twice. Here it gets the model without its
+blocks, then each block alone, in the order of a `model.bin`. Its own code quantizes each variable, some rows at a time,
+so that the bytes are the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CTranslate2's `model.bin`: named variables and aliases, each read when it is asked for; numpy only.
+"""CTranslate2's `model.bin`: named variables and aliases, each read on demand; numpy only.
 
 Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
 (https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/specs/model_spec.py):
@@ -9,8 +9,7 @@ Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
     uint32 count of aliases, each: string alias; string name of the variable
     string: uint16 length with the final NUL; UTF-8 bytes; NUL
 
-Quantized variables have a second one, `NAME_scale`: value = code / scale, one float32 scale for each row (int8) or
-for the tensor (int16).
+Codes have a second variable, `NAME_scale`, float32 of each row (int8) or of the tensor (int16): value = code / scale.
 """
 
 from __future__ import annotations

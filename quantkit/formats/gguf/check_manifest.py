@@ -41,15 +41,11 @@ KINDS = {
     **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), (ARRAY, STRING)),
     "tokenizer.ggml.scores": (ARRAY, FLOAT32),
     **dict.fromkeys(("tokenizer.ggml.token_type", SUPPRESSED), (ARRAY, INT32)),
-    **dict.fromkeys(
-        (f"tokenizer.ggml.{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix",
-                                               "remove_extra_whitespaces")),
-        (BOOL,),
-    ),
-    "split.no": (UINT16,),
-    "split.count": (UINT16,),
+    **dict.fromkeys(("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"), (BOOL,)),
+    **dict.fromkeys(("tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces"), (BOOL,)),
+    **dict.fromkeys(("split.no", "split.count"), (UINT16,)),
     "split.tensors.count": (INT32,),
-}  # fmt: skip
+}
 NEEDED = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens")
 
 
@@ -90,11 +86,6 @@ def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     """Raise ArtifactError if a model of that config.json has other tensors."""
     with _of_its_config():
         make_plan(_Read(config, shapes), ANY_TYPE)
-
-
-def types_of(path: Path) -> Mapping[str, int]:
-    """Count the tensors of a model by type; `path` is its first file."""
-    return Counter(tensor.type for header in headers_of(path) for tensor in header.tensors)
 
 
 def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:

@@ -1,10 +1,8 @@
-"""A GGUF file as a source: every tensor dequantized by ggml, in transformers' names and row order.
+"""A GGUF file as a source: tensors dequantized by ggml, in transformers' names and row order.
 
-config.json is what transformers reads from the file's keys, with what it leaves out, or one that is given. transformers
-reads some keys only in part, and a checkpoint with a wrong rope or without its biases loads and computes something
-else: so the file that would be written from the checkpoint must have the same keys. The tokenizer is what transformers
-rebuilds from the file. It does not always split text as the source's did, so it is held against llama.cpp's ids; where
-they differ, the source's own tokenizer has to be given.
+transformers reads config.json from the file's keys, some only in part: a checkpoint with a wrong rope or without biases
+would load and compute something else. So a file written from the checkpoint must have the same keys. The tokenizer
+that transformers rebuilds from the file must give llama.cpp's ids, or the source's own has to be given.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Which tensor gets which type: the mixes behind names such as Q4_K_M.
 
-The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36), so
-that a file of quantkit equals the file of llama.cpp's own two steps. Tests hold them against that library.
-
-Types that are given for single tensors come before the rules. Not here: the TQ types, Q4_0 .. Q5_1 as file types.
+The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36); tests compare
+them with that library. Types given for single tensors come first. Not here: TQ types, Q4_0 .. Q5_1 as file types.
 """
 
 from __future__ import annotations

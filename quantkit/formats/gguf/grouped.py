@@ -1,9 +1,8 @@
-"""Codes in GGUF whose grids are those of a type: symmetric groups of 4 or 8 bits are Q4_0 or Q8_0, MXFP4 is MXFP4.
+"""Grouped codes as GGUF blocks: symmetric groups of 4 or 8 bits are Q4_0 or Q8_0, MXFP4 is MXFP4.
 
 A block of Q4_0 is 32 values (q - 8) * d, one of Q8_0 is 32 values q * d, with d float16. A group of codes c of b bits
-with the scale s has the values (c - 2^(b-1)) * s; so q = c for Q4_0, q = c - 128 for Q8_0, and d = s, which a group of
-64 or 128 columns repeats in each of its blocks. One of MXFP4 is an exponent of E8M0 and 32 codes of E2M1, as the OCP
-Microscaling Formats 1.0 have them. Layout of the blocks: ggml-common.h of https://github.com/ggml-org/ggml.
+with the scale s has the values (c - 2^(b-1)) * s; so q = c for Q4_0, q = c - 128 for Q8_0, and d = s, repeated in each
+block of the group. A block of MXFP4 is an exponent of E8M0 and 32 codes of E2M1 (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The header of a GGUF file: its keys, and where each tensor lies.
+"""The header of a GGUF file: its keys, and the place of each tensor.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Nothing of a file is
-believed before it is held against the file's size and the limits below, which lie far beyond every published file.
-What ggml refuses (ggml/src/gguf.cpp) is refused: names that come twice, lists in lists, tensors that do not follow one
-another.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Numbers are checked
+against the file's size and limits far beyond every published file. What ggml refuses (ggml/src/gguf.cpp) is refused:
+duplicate names, lists in lists, tensors that do not follow one another.
 """
 
 from __future__ import annotations

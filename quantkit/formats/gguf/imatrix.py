@@ -1,9 +1,8 @@
-"""llama.cpp's importance files: read, and written for llama-quantize.
+"""llama.cpp's importance files: read, and written for llama-quantize (tools/imatrix/imatrix.cpp).
 
 The GGUF kind holds, for each weight NAME of a block, `NAME.in_sum2`, the sums of squared inputs of each column, and
 `NAME.counts`, the number of tokens, both F32; their quotient is the mean square. The older kind (.dat) is a plain list:
-number of entries; for each the length of its name, the name, calls, number of values, float32 means times calls
-(tools/imatrix/imatrix.cpp of https://github.com/ggml-org/llama.cpp).
+number of entries; for each the length of its name, the name, calls, number of values, float32 means times calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rows in another order: what llama.cpp wants of fused or rotated weights.
-
-An order is a list of the source's rows as the file has them.
-"""
+"""Orders of rows that llama.cpp wants of fused or rotated weights: the source's rows as the file has them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The shape that each tensor of a file has by the model's numbers, which are the file's own keys.
+"""The shape of each tensor of a file, by the model's numbers, which are the file's own keys.
 
-llama.cpp holds every tensor of a file against the file's keys when it loads it (src/models/ of
-https://github.com/ggml-org/llama.cpp), and transformers every tensor of a checkpoint against its config.json. A file
-that is not held against both can be written, read back, and loaded by nothing.
+llama.cpp checks the tensors of a file against its keys (src/models/ of https://github.com/ggml-org/llama.cpp), and
+transformers those of a checkpoint against config.json: without such checks a file could be written that nothing loads.
 """
 
 from __future__ import annotations

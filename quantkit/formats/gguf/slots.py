@@ -1,6 +1,6 @@
 """Slots: each tensor of a file, the source's tensors that it is made from, and the way there and back.
 
-They are a row of `known.KNOWN` written out for a model's numbers. Plan, writer, reader and checks all ask the slots.
+They are a row of `known.KNOWN` for a model's numbers. Plan, writer, reader and checks all use them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that hold a matrix of every expert or head: taken apart for a file, put together out of it.
+"""Tensors with a matrix of every expert or head: split for a file, and put together again.
 
-gpt-oss, Llama 4 and Granite keep their experts so, DeepSeek what its heads make of the latent values. A file has a
-tensor of all gates and one of all ups, and what they are made from are the matrices by themselves.
+gpt-oss, Llama 4 and Granite have such experts, DeepSeek such keys and values of heads. A file has a tensor of all gates
+and one of all ups.
 """
 
 from __future__ import annotations

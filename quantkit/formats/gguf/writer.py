@@ -1,7 +1,7 @@
 """One pass from safetensors to a GGUF file: rows are read, reordered, packed by ggml, and written in order.
 
-Memory holds a few slabs of rows, whatever the size of a tensor. Several threads pack; the bytes do not depend
-on how many. Metadata keys are those of llama.cpp's own converter.
+Memory holds a few slabs of rows. The bytes do not depend on the number of threads. Keys are those of llama.cpp's
+converter.
 """
 
 from __future__ import annotations

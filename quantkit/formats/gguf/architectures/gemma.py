@@ -1,7 +1,6 @@
-"""Gemma, of which 3n and 4 have inputs of each block and keys and values that later blocks take from earlier ones.
+"""Gemma, of which 3n and 4 have inputs of each block, and blocks that take keys and values of earlier ones.
 
-What llama.cpp has fixed for these two: src/models/gemma3n.cpp, gemma3n in models.h, gemma4.cpp, and the memory's
-`reuse` in llama-model.cpp, of https://github.com/ggml-org/llama.cpp.
+llama.cpp: gemma3n.cpp and gemma4.cpp in src/models/, and the memory's `reuse` in llama-model.cpp.
 """
 
 from __future__ import annotations

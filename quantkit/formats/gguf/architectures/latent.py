@@ -1,8 +1,7 @@
-"""Architectures whose keys and values come from a few latent numbers of a token (DeepSeek's latent attention).
+"""Architectures with DeepSeek's latent attention, some with an indexer that selects the tokens to attend to.
 
-Some attend to a few tokens alone, those that an indexer scores best. What llama.cpp has fixed: deepseek2.cpp,
-deepseek32.cpp, dots3note.cpp and minicpm3.cpp in src/models/ of https://github.com/ggml-org/llama.cpp, and the rotation
-of an indexer's values in src/llama-kv-cache.cpp.
+llama.cpp: deepseek2.cpp, deepseek32.cpp, dots3note.cpp and minicpm3.cpp in src/models/, and the rotation of an
+indexer's values in src/llama-kv-cache.cpp.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Architectures with experts and plain attention, in some of their blocks within a window or to a few tokens alone.
-
-What llama.cpp has fixed: src/models/ of https://github.com/ggml-org/llama.cpp.
-"""
+"""Architectures with experts and plain attention, in some blocks within a window or to selected tokens."""
 
 from __future__ import annotations
 

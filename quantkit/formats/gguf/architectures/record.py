@@ -1,8 +1,8 @@
-"""What is known of an architecture of transformers in llama.cpp, and the words that its rows share.
+"""The record of an architecture of transformers in llama.cpp, and the words that its rows share.
 
-A part is a tensor of a block by its name in transformers, without the block in front. A part with {expert} or {head} in
-its name is one for each of them, which a file has in one tensor. Facts: https://github.com/ggml-org/llama.cpp,
-conversion/ and src/models/.
+A part is a tensor of a block by its name in transformers, without the block. One with {expert} or {head} in its name
+stands for all of them, which a file has in one tensor. Facts: conversion/ and src/models/ of
+https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations

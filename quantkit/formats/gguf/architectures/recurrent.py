@@ -1,7 +1,6 @@
-"""Architectures of which some blocks have no attention: short convolutions, delta rules, Mamba 2.
+"""Architectures with blocks without attention: short convolutions, delta rules, Mamba 2.
 
-What llama.cpp has fixed of Kimi's delta attention: src/models/kimi-linear.cpp and bailingmoe3.cpp of
-https://github.com/ggml-org/llama.cpp.
+llama.cpp, for Kimi's delta attention: src/models/kimi-linear.cpp and bailingmoe3.cpp.
 """
 
 from __future__ import annotations

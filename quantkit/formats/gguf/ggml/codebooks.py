@@ -1,10 +1,9 @@
-"""The points, signs and scales inside the blocks of ggml's IQ2 and IQ3 types: taken out, and put in.
+"""Points, signs and scales of ggml's IQ2 and IQ3 blocks: unpacked and packed.
 
-A block holds 256 neighbouring weights of a row. Each 4 or 8 of them are a point of a table, each weight with a sign of
-its own, times the scale of its run of 16 or 32: weight = scale * sign * point. In the types with `even` signs each 8
-weights have an even number of minuses, which saves a bit. The tables are read out of ggml by its own reading of a block
-that names each point. Layouts: ggml's block_iq2_xxs, block_iq2_xs, block_iq2_s, block_iq3_xxs, block_iq3_s
-(ggml-common.h and dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml). Not here: IQ1_S and IQ1_M.
+A block holds 256 neighbouring weights of a row. Each 4 or 8 of them are a point of a table, each weight with its own
+sign, times the scale of a run of 16 or 32: weight = scale * sign * point. In types with `even` signs each 8 weights
+have an even number of minuses, which saves a bit. ggml itself gives the tables: it reads a block that names each point.
+Layouts: block_iq2_xxs .. block_iq3_s in ggml-common.h, dequantize_row_* in ggml-quants.c. Not here: IQ1_S and IQ1_M.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The codes and scales inside ggml's K-quant blocks, and IQ4_XS's, which are made alike: taken out, and put in.
+"""Codes and scales of ggml's K-quant blocks, and of IQ4_XS, which is built alike: unpacked and packed.
 
-A block holds 256 neighbouring weights of a row; each run of 16 or 32 of them has a scale of 4 or 6 bits, and in some
-types a minimum: weight = scale * code - minimum. IQ4_XS's codes stand for 16 uneven steps. Layouts: ggml's block_q2_K
-.. block_q6_K and block_iq4_xs (ggml-common.h and dequantize_row_* in ggml-quants.c of
-https://github.com/ggml-org/ggml).
+A block holds 256 neighbouring weights of a row; each run of 16 or 32 has a scale of 4 or 6 bits, and in some types a
+minimum: weight = scale * code - minimum. IQ4_XS's codes stand for 16 uneven steps. Layouts: block_q2_K .. block_q6_K
+and block_iq4_xs in ggml-common.h, dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""ggml's own quantizers, called through ctypes: the bytes are those that llama.cpp writes.
+"""ggml's own quantizers through ctypes: rows of float32 to llama.cpp's blocks, and back.
 
-Rows of float32 go in, packed blocks come out, and back. Where ggml_packing.py has a type it packs the same bytes in
-less time. The library is the `libggml-base` of the package libggml-python; ctypes releases the interpreter lock during
-a call, so several Python threads use several cores. C interface: `ggml_quantize_chunk` and `ggml_get_type_traits` in
-https://github.com/ggml-org/ggml (include/ggml.h).
-
-The first rows of an IQ1, IQ2 or IQ3 type in a process wait for tables that ggml makes of the type's grid, IQ2_S's and
-IQ1_M's for seconds; it locks them itself.
+packing.py packs the same bytes in less time, for some types. The library is the package libggml-python's `libggml-base`
+(include/ggml.h: `ggml_quantize_chunk`, `ggml_get_type_traits`). ctypes releases the interpreter lock, so threads use
+several cores. The first rows of an IQ1, IQ2 or IQ3 type wait for ggml's tables, IQ2_S's and IQ1_M's for seconds.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """ggml's block types packed by a search of our own: the bytes of ggml's quantizers in a fraction of the time.
 
-Each function follows one of ggml's step by step (quantize_row_*_ref without importance, quantize_row_*_impl with it, in
+Each function follows one of ggml's (quantize_row_*_ref without importance, quantize_row_*_impl with it, in
 ggml-quants.c of https://github.com/ggml-org/ggml): weights of the errors, scales of the blocks, scales of the
-super-blocks of 256, codes on the stored scales. What is not here is fast enough in ggml.
+super-blocks of 256, codes on the stored scales. ggml is fast enough for all other types.
 
-The search for the scales of small blocks is in C (search.c): ggml's arithmetic, many blocks side by side, without the
-interpreter's lock. It is compiled when quantkit is installed; without a compiler there is none, `available` says so,
-and ggml's own quantizer does the work.
+The search for the scales of small blocks is in C (search.c): ggml's arithmetic on many blocks side by side, without the
+interpreter's lock. Without a compiler at installation, `available` is false and ggml's own quantizer does the work.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Scales of K-quants and IQ4_XS after rounding: with the codes held, the whole-number scales and minima and the two
-float16 factors of each block that bring the layer's outputs nearer. Of the IQ2 and IQ3 types the factors alone.
+"""Refit the scales of rounded K-quants and IQ4_XS (of IQ2 and IQ3 the float16 factors alone), with codes held.
 
 Lowers tr((W - V) H (W - V)^T) in the values V of a row, by coordinate descent: each scale and each minimum takes the
-whole number that is best with all else held; then the factors of all blocks of a row are solved for at once, in closed
-form. Rows do not depend on each other. Nothing is taken that does not lower the error.
+best whole number with all else held, then the factors of all blocks of a row are solved for in closed form. Nothing is
+taken that does not lower the error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""How llama.cpp tokenizes: SentencePiece-like BPE, Gemma 4's BPE, and unigram, followed step by step.
+"""llama.cpp's SentencePiece-like BPE, Gemma 4's BPE and unigram, without special tokens (src/llama-vocab.cpp).
 
-Facts: src/llama-vocab.cpp of https://github.com/ggml-org/llama.cpp. All are quadratic in the length of the text, meant
-for a probe of some hundred characters. Special tokens are left out.
+All are quadratic in the length of the text, meant for a probe of some hundred characters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What llama.cpp makes of a text with a file's vocabulary, asked in a process of its own.
-
-llama.cpp ends its process for a vocabulary that it cannot take, such as one with two equal tokens.
-"""
+"""Tokenize with a file's vocabulary in llama.cpp, in another process: llama.cpp aborts at a bad vocabulary."""
 
 from __future__ import annotations
 

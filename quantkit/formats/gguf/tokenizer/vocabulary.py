@@ -1,9 +1,7 @@
-"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), SentencePiece-like BPE (``llama``, ``gemma4``), unigram
-(``t5``).
+"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), other BPE (``llama``, ``gemma4``), unigram (``t5``).
 
-All come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever
-files it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by
-behaviour (`pretokenizers`), for the others llama.cpp's algorithm is run here on a probe text and compared.
+All come from the fast tokenizer that transformers loads. llama.cpp tokenizes with its own code: the pre-tokenizer of
+byte-level BPE is found by its behaviour (pretokenizers.py), the other algorithms run here on a probe text.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: WordPiece, unigram with byte fallback,
 tokenizers that put something else than BOS and EOS around a text.
