@@ -447,11 +447,10 @@ def write(
 
 def _named(layout: Layout, source: Source) -> Layout:
     """Return the layout with each layer's bits under all names that readers use for it, without ``weight``."""
-    bits: dict[str, int] = {}
-    for weight, own in layout.layer_bits.items():
-        module = weight.removesuffix(".weight")
-        bits |= dict.fromkeys((module,) if source.text_prefixes is None else source.text_prefixes.modules(module), own)
-    return replace(layout, layer_bits=bits)
+    modules = {weight.removesuffix(".weight"): bits for weight, bits in layout.layer_bits.items()}
+    if (prefixes := source.text_prefixes) is not None:
+        modules = {name: bits for module, bits in modules.items() for name in prefixes.modules(module)}
+    return replace(layout, layer_bits=modules)
 
 
 def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skeleton: Skeleton, layout: Layout) -> None:

@@ -244,11 +244,8 @@ class _Int8Reader(RowsReader):
 
         def dequantized(start: int, stop: int) -> NDArray[np.float32]:
             codes = self.stored.read_rows(name, start, stop).view(np.int8).reshape(stop - start, -1)
-            values = codes.astype(np.float32)
             with np.errstate(over="ignore"):
-                values *= scales[start:stop, None]
-            values *= STEP
-            return values
+                return codes.astype(np.float32) * scales[start:stop, None] * STEP
 
         return dequantized
 

@@ -98,45 +98,30 @@ class Slot:
 
     def from_file(self, read: RowReader) -> Iterator[tuple[str, Rows]]:
         """Yield the parts, made of the file's rows that `read` reads; raise ValueError."""
-        transform, columns = self.transform, self.columns
-        back = None if self.rows is None else np.argsort(self.rows)
-        total = math.prod(self.shape[:-1])
+        transform, total = self.transform, math.prod(self.shape[:-1])
         if self.is_vector:
             with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite is refused by whoever reads it
                 values = (read(0, total).reshape(-1) - np.float32(transform.shift)) / np.float32(self.factor)
                 values = values if transform.function is None else transform.function.from_file(values)
-            values = values if back is None else values[back]
+            values = values if self.rows is None else values[np.argsort(self.rows)]
             yield self.parts[0], rows_of_array(values.reshape(transform.source_shape))
             return
         count = total // len(self.parts)
         for number, part in enumerate(self.parts):
-            shape = self.source_shape(count)
-            if len(shape) == 1:  # the bias of an expert
+            if len(self.source_shape(count)) == 1:  # the bias of an expert
                 yield part, rows_of_array(read(number, number + 1)[0])
-                continue
-            own = in_order(partial(_behind, read, number * count), back)
-            if transform.transposed:
-                own = partial(_turned, cache(partial(own, 0, count)))
-            elif columns is not None:
-                own = partial(_with_columns, own, np.argsort(columns))
-            yield part, Rows(shape, partial(_shaped, own, shape[1:]))
+            else:
+                yield part, self._part_from_file(read, number * count, count)
 
-
-def _behind(read: RowReader, first: int, start: int, stop: int) -> Any:
-    return read(first + start, first + stop)
-
-
-def _with_columns(read: RowReader, columns: RowOrder, start: int, stop: int) -> Any:
-    return read(start, stop)[:, columns]
-
-
-def _turned(whole: Callable[[], Any], start: int, stop: int) -> Any:
-    """Return rows of a transposed matrix, which is read whole at the first call."""
-    return np.ascontiguousarray(whole().T[start:stop])
-
-
-def _shaped(read: RowReader, shape: tuple[int, ...], start: int, stop: int) -> Any:
-    return read(start, stop).reshape(-1, *shape)
+    def _part_from_file(self, read: RowReader, first: int, count: int) -> Rows:
+        shape = self.source_shape(count)
+        back = None if self.rows is None else np.argsort(self.rows)
+        own = in_order(lambda start, stop: read(first + start, first + stop), back)
+        if self.transform.transposed:
+            whole = cache(partial(own, 0, count))
+            return Rows(shape, lambda start, stop: np.ascontiguousarray(whole().T[start:stop]).reshape(-1, *shape[1:]))
+        columns = slice(None) if self.columns is None else np.argsort(self.columns)
+        return Rows(shape, lambda start, stop: own(start, stop)[:, columns].reshape(-1, *shape[1:]))
 
 
 def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
@@ -174,8 +159,10 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
             placed = {own + name: replace(how, rows=rows) for name, rows in how.split.items()}
             if name is None and not placed:
                 raise KeyError(f"gguf has no name for {stem}{part} in the architecture {row.name}")
+            over, under = how.sqrt_factors or ("one", "one")
+            factor = math.sqrt(lengths[over] / max(lengths[under], 1))
             for called, made in (placed or {str(name): how}).items() if pieces else ():
-                shape, factor = expected_shape(called, lengths, row.shapes), _root(made, lengths)
+                shape = expected_shape(called, lengths, row.shapes)
                 slots.append(Slot(called, pieces, shape, model, made, counted, factor, asked, (block or 0, group)))
 
     add(row.outside)
@@ -192,13 +179,6 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
 
 def _asked(condition: Condition, block: int, config: Any) -> Any:
     return of_config(config, condition) if isinstance(condition, str) else condition(config, block)
-
-
-def _root(how: Transform, lengths: Mapping[str, int]) -> float:
-    if how.sqrt_factors is None:
-        return 1.0
-    over, under = (lengths[length] for length in how.sqrt_factors)
-    return math.sqrt(over / max(under, 1))
 
 
 def is_taken(name: str, row: Architecture, own_blocks: int) -> bool:
