@@ -322,10 +322,7 @@ FORMAT = Format(
     summary="4-bit NormalFloat as transformers stores it for bitsandbytes",
     reference="https://huggingface.co/docs/bitsandbytes",
     holds=(Content.NORMAL_FLOAT,),
-    loading={
-        "transformers": Loading("5.23", "bitsandbytes", "packed", refuse=_refuse_misfits),
-        "reference": Loading(),
-    },
+    loading={"transformers": Loading("5.23", "bitsandbytes", "packed", refuse=_refuse_misfits), "reference": Loading()},
     recognizes=partial(recognizes, "bitsandbytes"),
     open=_open,
     check=_check,

@@ -49,12 +49,7 @@ class Checkpoint(Source):
     """A checkpoint folder as a source; raises SourceError, UnsupportedError for a text half that is not found."""
 
     def __init__(
-        self,
-        folder: Path,
-        model: str,
-        revision: str | None,
-        config: dict[str, Any],
-        tensors: dict[str, TensorInfo],
+        self, folder: Path, model: str, revision: str | None, config: dict[str, Any], tensors: dict[str, TensorInfo]
     ) -> None:
         self.folder, self.model, self.revision = folder, model, revision
         stored, tensors = tensors, unwrapped(tensors) if self.format == "float" else tensors

@@ -64,11 +64,7 @@ class GgufFile:
 
 
 def plan_file(
-    source: Source,
-    file_type: str,
-    types: Mapping[str, str] | None = None,
-    split_bytes: int = 0,
-    weighted: bool = False,
+    source: Source, file_type: str, types: Mapping[str, str] | None = None, split_bytes: int = 0, weighted: bool = False
 ) -> GgufFile:
     """Plan a file from headers and the tokenizer alone; raise UnsupportedError, SourceError."""
     plan = make_plan(source, file_type, types, weighted)

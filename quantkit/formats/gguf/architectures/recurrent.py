@@ -8,13 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from quantkit.formats.gguf.architectures.latent import (
-    LATENT_NORMS,
-    latent_key,
-    of_heads,
-    stack_of_heads,
-    whole_key,
-)
+from quantkit.formats.gguf.architectures.latent import LATENT_NORMS, latent_key, of_heads, stack_of_heads, whole_key
 from quantkit.formats.gguf.architectures.mixtures import (
     DENSE_BLOCKS,
     DENSE_FIRST,
