@@ -61,21 +61,17 @@ ROW_UNIT = 32  # of a piece: zero points of so many rows fill whole words
 
 
 class GroupedPacking(Packing[GroupedWeight]):
-    """A layout of grouped codes. These parts are GPTQ's and AWQ's, with codes and scales as (K, N).
-
-    `order` is the part with the group of each column; `orders_columns`: it is written. `least_zero` is the smallest
-    zero point that can be stored. `records_symmetry`: config.json says whether codes are symmetric.
-    """
+    """A layout of grouped codes. These parts are GPTQ's and AWQ's."""
 
     holds = GroupedWeight
     name: str
     codes, scales = "qweight", "scales"
     marks = ("qweight",)
-    transposed = True
-    order: str | None = None
-    orders_columns = False
-    least_zero = 0
-    records_symmetry = True
+    transposed = True  # codes and scales are (K, N)
+    order: str | None = None  # the part with the group of each column
+    orders_columns = False  # it is written
+    least_zero = 0  # that can be stored
+    records_symmetry = True  # config.json says whether codes are symmetric
     # What config.json says of the folder that is read.
     _own: bool
     _bits: int

@@ -71,21 +71,16 @@ class StoredLayer:
 
 
 class Packing(ABC, Generic[Weight]):
-    """How a weight of the type `holds` becomes the tensors NAME.PART of a layer, and how it is read back.
-
-    `parts` are all that a layer can have; `codes` is the one with its codes, stored as `code_type`. A layer is
-    quantized if it has all of `marks`; `loose` parts may exist without a layer. All other tensors have the type
-    `dtype`. `keeps_stacks`: experts that the source keeps stacked stay so.
-    """
+    """How a weight of the type `holds` becomes the tensors NAME.PART of a layer, and how it is read back."""
 
     holds: type[Weight]
-    codes: str
-    marks: tuple[str, ...]
-    parts: tuple[str, ...]
+    codes: str  # the part with the codes
+    marks: tuple[str, ...]  # the parts of every quantized layer
+    parts: tuple[str, ...]  # all that a layer can have
     bits: tuple[int, ...]
-    loose: tuple[str, ...] = ()
-    keeps_stacks: bool = False
-    dtype: torch.dtype = torch.float16
+    loose: tuple[str, ...] = ()  # parts that may exist without a layer
+    keeps_stacks: bool = False  # experts that the source keeps stacked stay so
+    dtype: torch.dtype = torch.float16  # of all other tensors
     code_type = "int32"
 
     @abstractmethod

@@ -61,15 +61,12 @@ FOR_CARDS = (
 
 @dataclass(frozen=True)
 class Replaced:
-    """The weights that bitsandbytes holds in transformers, by the skeleton's names, and those that stay `dense`.
-
-    `kept_in` says where the first dense one is. `skipped` are modules that transformers would replace and that are not
-    quantized, together with those it skips by itself: a file that names any must name all. Empty if there are none.
-    """
+    """Which weights transformers gives to bitsandbytes, by the skeleton's names."""
 
     quantized: tuple[str, ...]
     dense: tuple[str, ...]
-    kept_in: str
+    kept_in: str  # what the first dense one is kept in
+    # Modules that it would replace and that are not quantized. A file that names any also names those that it skips.
     skipped: tuple[str, ...]
 
 

@@ -23,7 +23,6 @@ from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
 from quantkit.formats._packed_layers import RowsReader
 from quantkit.formats._quantization_config import quantization_of, recognizes
-from quantkit.numerics.scaled.weight import E8M0_BIAS
 from quantkit.untrusted import shown
 
 AGAIN = "Fetch the checkpoint again."
@@ -40,7 +39,8 @@ class _Reader(RowsReader):
         super().__init__(folder, files)
         settings, where = quantization_of(folder), f"{folder / 'config.json'}: quantization_config"
         self._block = _block_size(settings, where)
-        self.called = "fp8, " + ("one scale a tensor" if self._block is None else f"blocks of {_by(self._block)}")
+        self._words = "null" if self._block is None else f"{self._block[0]} x {self._block[1]}"
+        self.called = "fp8, " + ("one scale a tensor" if self._block is None else f"blocks of {self._words}")
         if settings.get("expert_dtype") not in (None, "fp8"):
             raise ArtifactError(f"{where}: expert_dtype is {shown(settings['expert_dtype'])}, and only fp8 is read")
         self._bytes_are_exponents = settings.get("scale_fmt") == "ue8m0"
@@ -68,10 +68,9 @@ class _Reader(RowsReader):
             raise ArtifactError(f"{self.folder}: the scales {scale} are {dtype}, not float32. {AGAIN}")
         grid = self._grid(shape)
         if found != grid and not (self._block is None and prod(found) == prod(grid) == 1):
-            blocks = "null" if self._block is None else _by(self._block)
             raise ArtifactError(
-                f"{self.folder}: {scale} has the shape {found}; with weight_block_size {blocks} the codes {name} of "
-                f"the shape {shape} have scales of the shape {grid}. {AGAIN}"
+                f"{self.folder}: {scale} has the shape {found}; with weight_block_size {self._words} the codes {name} "
+                f"of the shape {shape} have scales of the shape {grid}. {AGAIN}"
             )
         return scale
 
@@ -83,11 +82,8 @@ class _Reader(RowsReader):
     def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
         stored = self._scales[name]
         value = self.stored.read(stored)
-        if self.stored.dtype(stored) in ("uint8", "float8_e8m0fnu"):
-            with np.errstate(over="ignore"):  # NaN, which becomes infinite
-                scales = np.ldexp(np.float32(1), value.view(torch.uint8).numpy().astype(np.int32) - E8M0_BIAS)
-        else:
-            scales = value.float().numpy()
+        value = value.view(torch.float8_e8m0fnu) if value.dtype == torch.uint8 else value
+        scales: NDArray[np.float32] = value.float().numpy()
         if not np.isfinite(scales).all():
             raise ArtifactError(f"{self.folder}: the scales {stored} of {name} are not finite. {AGAIN}")
         return partial(self._dequantized, name, scales.reshape(self._grid(self.shapes[name])))
@@ -105,10 +101,6 @@ class _Reader(RowsReader):
             for block in range(of_rows.shape[-1]):
                 values[..., block * columns : (block + 1) * columns] *= of_rows[..., block : block + 1]
         return values
-
-
-def _by(block: tuple[int, int]) -> str:
-    return f"{block[0]} x {block[1]}"
 
 
 def _block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:

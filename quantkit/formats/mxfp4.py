@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
 from quantkit.formats._packed_layers import RowsReader
 from quantkit.formats._quantization_config import recognizes
-from quantkit.numerics.scaled.weight import E2M1_CODES, E8M0_BIAS
+from quantkit.numerics.scaled.weight import E2M1_CODES
 
 AGAIN = "Fetch the checkpoint again."
 BLOCKS, SCALES = "_blocks", "_scales"
 RUN_BYTES = 16  # of the codes that share a scale
-NO_EXPONENT = 255  # E8M0's NaN
 SCALE_TYPES = ("uint8", "float8_e8m0fnu")
 E2M1 = np.array(E2M1_CODES, np.float32)
 PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)  # the two values of a byte
@@ -63,17 +63,16 @@ class _Reader(RowsReader):
         return scales[0], scales[2] * 2 * RUN_BYTES, scales[1]
 
     def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
-        stored = name + SCALES
-        scales = self.stored.read_rows(stored, 0, self.shapes[name][0]).reshape(self.stored.shape(stored))
-        if (scales == NO_EXPONENT).any():
-            raise ArtifactError(f"{self.folder}: the scales {stored} are not finite. {AGAIN}")
+        scales = self.stored.read(name + SCALES).view(torch.float8_e8m0fnu).float().numpy()
+        if not np.isfinite(scales).all():
+            raise ArtifactError(f"{self.folder}: the scales {name}{SCALES} are not finite. {AGAIN}")
         return partial(self._dequantized, name, scales)
 
-    def _dequantized(self, name: str, scales: NDArray[np.uint8], start: int, stop: int) -> NDArray[np.float32]:
-        codes, exponents = self.stored.read_rows(name + BLOCKS, start, stop), scales[start:stop].astype(np.int32)
-        values: NDArray[np.float32] = PAIRS[codes].reshape(*exponents.shape, 2 * RUN_BYTES)
+    def _dequantized(self, name: str, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
+        codes, factors = self.stored.read_rows(name + BLOCKS, start, stop), scales[start:stop, ..., None]
+        values: NDArray[np.float32] = PAIRS[codes].reshape(*factors.shape[:-1], 2 * RUN_BYTES)
         with np.errstate(over="ignore"):
-            values *= np.ldexp(np.float32(1), exponents - E8M0_BIAS)[..., None]
+            values *= factors
         return values.reshape(*values.shape[:2], -1).transpose(0, 2, 1)
 
     def type_of(self, name: str) -> str:

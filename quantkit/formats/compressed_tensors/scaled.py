@@ -82,6 +82,7 @@ VALUES = {
     "mxfp4": ValueType("mxfp4-pack-quantized", "float", 4, ("group",), "uint8", 32, "uint8"),
 }
 FORMATS = {kind.format: values for values, kind in VALUES.items()}
+WHOLE = {(0, 0): "whole tensors", (1, 0): "rows"}  # blocks that have a name
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,8 @@ class Scheme:
     @property
     def words(self) -> str:
         rows, columns = self.block
-        shares = {(0, 0): "whole tensors", (1, 0): "rows"}.get(self.block)
-        return (
-            f"{self.kind.format}, scales of {shares or (f'{rows} x {columns}' if rows > 1 else f'{columns} columns')}"
-        )
+        each = f"{rows} x {columns}" if rows > 1 else f"{columns} columns"
+        return f"{self.kind.format}, scales of {WHOLE.get(self.block, each)}"
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         return self.block[0] or rows, self.block[1] or columns
@@ -116,15 +115,15 @@ class Scheme:
         kind, columns = self.kind, self.block[1]
         common = {"num_bits": kind.bits, "type": kind.type, "symmetric": True}
         weights: dict[str, Any] = {**common, "dynamic": False, "group_size": kind.columns}
-        inputs: dict[str, Any] | None = None
+        inputs = None
         if kind.columns is not None:
             weights |= {"strategy": kind.strategies[0], "scale_dtype": f"torch.{kind.scales}"}
+        elif columns:
+            weights |= {"strategy": "block", "block_structure": list(self.block)}
+            inputs = {**common, "dynamic": True, "strategy": "group", "group_size": columns}
         else:
-            weights |= (
-                {"strategy": "block", "block_structure": list(self.block)} if columns else {"strategy": "channel"}
-            )
-            strategy = "group" if columns else "token"
-            inputs = {**common, "dynamic": True, "strategy": strategy, "group_size": columns or None}
+            weights |= {"strategy": "channel"}
+            inputs = {**common, "dynamic": True, "strategy": "token", "group_size": None}
         return {"targets": [CLASS], "format": kind.format, "weights": weights, "input_activations": inputs}
 
 
@@ -311,7 +310,7 @@ def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]
     for name, (n, k) in linears.items():
         if n % KERNEL_STEP or k % KERNEL_STEP:
             return (f"vLLM on a card would refuse this artifact: {name} is {n} x {k}, no multiples of {KERNEL_STEP}",)
-        if rows > 1 and n % rows:
+        if n % rows:
             return (f"vLLM would refuse to compute {name} and its neighbours as one: {n} rows are no blocks of {rows}",)
     return ()
 

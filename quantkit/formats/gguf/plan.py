@@ -34,18 +34,14 @@ GUESSES = ("mtp.", "model.mtp.")  # blocks that guess further tokens; others sta
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the file: `shape` (columns,), (rows, columns) or (experts, rows, columns).
-
-    `parts` maps transformers' names of the tensors that its `slot` is made from to the checkpoint's. It is empty if
-    `values` (columns,) float32 are computed, or if all values are zero.
-    """
+    """One tensor of the file: `shape` (columns,), (rows, columns) or (experts, rows, columns)."""
 
     name: str
     type: str
     shape: tuple[int, ...]
-    parts: Mapping[str, str]
+    parts: Mapping[str, str]  # of the source: transformers' names -> the checkpoint's; empty for zeros and `values`
     slot: Slot | None = None
-    values: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None  # (columns,), computed
 
     @property
     def rows(self) -> int:
@@ -84,17 +80,14 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a file before a weight is read.
+    """All that is known of a file before a weight is read."""
 
-    `source` has stacked tensors taken apart (`stacks.py`); `scalars` are the tensors whose values a key lists.
-    """
-
-    source: Source
+    source: Source  # with stacked tensors taken apart (`stacks.py`)
     architecture: Architecture
     shape: ModelShape
     tensors: tuple[PlannedTensor, ...]
     choices: dict[str, Choice]
-    scalars: Mapping[str, tuple[str, ...]]
+    scalars: Mapping[str, tuple[str, ...]]  # by key the tensors whose values it lists
 
     @property
     def tensor_bytes(self) -> int:
@@ -114,11 +107,6 @@ class Plan:
     @property
     def embedding_rows(self) -> int:
         return next(tensor.rows for tensor in self.tensors if tensor.name == EMBEDDING)
-
-
-def file_name(source: Source, file_type: str) -> str:
-    """Return the name of the file, such as ``SmolLM2-135M-Q4_K_M.gguf``."""
-    return f"{model_name(source)}-{file_type}.gguf"
 
 
 def model_name(source: Source) -> str:

@@ -33,28 +33,24 @@ LAUREL = 64  # rank of Gemma 3n's, which llama.cpp has fixed
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts of query and key-value heads, the rows of each, and how many of them turn (0: all)."""
+    """Counts of query and key-value heads, and the rows of each."""
 
     query: int
     key: int
     size: int
-    turned: int = 0
+    turned: int = 0  # rows that turn; 0: all
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's numbers: `keys` are those of the file, without the architecture's name in front.
+    """A model's numbers."""
 
-    `gate` are the gates of a query head, one or one for each value; `tied`: the head is the embedding; `factors` are
-    the rope's divisors (rotated / 2,) by tensor name; `recurs`: these are the numbers of a block without attention.
-    """
-
-    keys: Mapping[str, Value]
+    keys: Mapping[str, Value]  # of the file, without the architecture's name in front
     vocabulary: int
-    gate: int = 1
-    tied: bool = False
-    factors: Factors = field(default_factory=dict)
-    recurs: bool = False
+    gate: int = 1  # gates of a query head, one or one for each value
+    tied: bool = False  # the head is the embedding
+    factors: Factors = field(default_factory=dict)  # the rope's divisors (rotated / 2,) by tensor name
+    recurs: bool = False  # these are the numbers of a block without attention
 
     def number(self, key: str, default: int = 0) -> int:
         """Return the whole number at `key`, the largest of a list, or `default` for anything else."""

@@ -37,22 +37,17 @@ CONVOLUTIONS = (".conv.weight", "conv1d.weight")
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of the file, `shape` (..., columns), and the source's tensors `parts` that it is made from.
-
-    `counted` parts are in a further dimension. A vector is multiplied by `factor`. `condition`, of a configuration,
-    says whether a model has the tensor. `group` are the tensors of a block that exist together: of slots with one name,
-    the one whose group a file has counts.
-    """
+    """A tensor of the file, `shape` (..., columns), and the source's tensors `parts` that it is made from."""
 
     name: str
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     model: ModelShape
     transform: Transform
-    counted: str = ""
-    factor: float = 1.0
-    condition: Callable[[Any], Any] | None = None
-    group: tuple[int, int] = (0, 0)
+    counted: str = ""  # the kind of parts that are in a further dimension
+    factor: float = 1.0  # of a vector
+    condition: Callable[[Any], Any] | None = None  # of a configuration: whether a model has the tensor
+    group: tuple[int, int] = (0, 0)  # tensors of a block that exist together; it decides between slots with one name
 
     @cached_property
     def rows(self) -> RowOrder | None:

@@ -24,7 +24,7 @@ from quantkit.errors import SourceError
 from quantkit.formats.gguf.file_types import TABLES
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
-from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
+from quantkit.formats.gguf.plan import Plan, PlannedTensor, make_plan, model_name
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
 from quantkit.models.source import Source
 from quantkit.system.processor import usable_cores
@@ -41,18 +41,14 @@ Packed = Iterator[tuple[PlannedTensor, NDArray[np.uint8]]]
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file will hold.
-
-    `file_type` names its mix of types; it is split into files of at most `split_bytes` (0: one file); `weighted`: it is
-    made with an importance, on which llama.cpp's mixes depend.
-    """
+    """What a file will hold."""
 
     source: Source
-    file_type: str
+    file_type: str  # the name of its mix of types
     plan: Plan
     vocabulary: Vocabulary
-    split_bytes: int = 0
-    weighted: bool = False
+    split_bytes: int = 0  # most bytes of a file; 0: it is not split
+    weighted: bool = False  # it is made with an importance, on which llama.cpp's mixes depend
 
     @property
     def metadata_bytes(self) -> int:
@@ -114,7 +110,7 @@ def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor
     """Yield a gguf.GGUFWriter whose file, or files, hold keys, tokenizer and the list of `tensors`."""
     import gguf
 
-    path = folder / file_name(file.source, name)
+    path = folder / f"{model_name(file.source)}-{name}.gguf"
     writer = gguf.GGUFWriter(path, file.plan.architecture.name, split_max_size=file.split_bytes if tensors else 0)
     try:
         _add_keys(writer, file)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,23 +25,26 @@ ONE = np.frombuffer(np.float16(1).tobytes(), np.uint8)
 
 @dataclass(frozen=True)
 class Codebook:
-    """One type: a table of `points` points of `size` weights, a scale for each `run` weights, `nbytes` a block.
-
-    pack(blocks, indices (n, 256 / size), signs (n, 32)) writes in place; bit i of a byte of signs is the minus of
-    weight i of 8.
-    """
+    """One type."""
 
     name: str
-    size: int
-    points: int
-    run: int
-    nbytes: int
+    size: int  # weights of a point
+    points: int  # in the table
+    run: int  # weights that share a scale
+    nbytes: int  # of a block
     even: bool
+    # Of blocks, indices (n, 256 / size), signs (n, 32), whose bits are the minuses of 8 weights; in place.
     pack: Callable[[Bytes, Indices, Bytes], None]
 
+    @cached_property
     def table(self) -> Floats:
-        """Return the points (points, size) float32, none negative, in the units of `scales`."""
-        return _table(self)
+        """The points (points, size) float32, none negative, in the units of `scales`."""
+        each = BLOCK // self.size
+        blocks = np.zeros((-(-self.points // each), self.nbytes), np.uint8)
+        blocks[:, :2] = ONE
+        indices = np.resize(np.arange(self.points, dtype=np.uint16), (len(blocks), each))
+        self.pack(blocks, indices, np.zeros((len(blocks), BLOCK // SIGN_RUN), np.uint8))
+        return ggml.dequantize(self.name, blocks, BLOCK).reshape(-1, self.size)[: self.points]
 
     def scales(self, packed: Bytes) -> Floats:
         """Return the scales (rows, columns / run) float32 of packed rows (rows, bytes)."""
@@ -49,7 +52,7 @@ class Codebook:
         first = self.with_points(
             packed, np.zeros((rows, columns // self.size), np.uint16), np.zeros((rows, columns // SIGN_RUN), np.uint8)
         )
-        return ggml.dequantize(self.name, first, columns)[:, :: self.run] / self.table()[0, 0]
+        return ggml.dequantize(self.name, first, columns)[:, :: self.run] / self.table[0, 0]
 
     def with_points(self, packed: Bytes, indices: Indices, signs: Bytes) -> Bytes:
         """Copy packed rows with other points (rows, columns / size) and signs (rows, columns / 8), same scales."""
@@ -69,16 +72,6 @@ class Codebook:
         blocks = packed.reshape(-1, self.nbytes).copy()
         blocks[:, :2] = factors.astype(np.float16).reshape(-1, 1).view(np.uint8)
         return blocks.reshape(packed.shape)
-
-
-@cache
-def _table(codebook: Codebook) -> Floats:
-    each = BLOCK // codebook.size
-    blocks = np.zeros((-(-codebook.points // each), codebook.nbytes), np.uint8)
-    blocks[:, :2] = ONE
-    indices = np.resize(np.arange(codebook.points, dtype=np.uint16), (len(blocks), each))
-    codebook.pack(blocks, indices, np.zeros((len(blocks), BLOCK // SIGN_RUN), np.uint8))
-    return ggml.dequantize(codebook.name, blocks, BLOCK).reshape(-1, codebook.size)[: codebook.points]
 
 
 def _words(parts: Bytes) -> NDArray[np.uint32]:

@@ -52,27 +52,21 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class KQuant:
-    """One type: codes of `bits` bits in `fields`, a scale for each `group` weights, `nbytes` a block.
-
-    Scales are whole numbers from `least` to `largest`, minima from 0 to `largest_minimum` (0: the type has none, and
-    `zero` is subtracted from its codes). The float16 factor is at byte `factor_at`, the minima's behind it. `steps` are
-    the values of the codes if these are not consecutive numbers. unpack(blocks) -> scales less `least` and minima,
-    uint8; pack(blocks, scales, minima) writes them in place.
-    """
+    """One type."""
 
     name: str
-    bits: int
-    group: int
-    nbytes: int
-    least: int
+    bits: int  # of a code
+    group: int  # weights that share a scale
+    nbytes: int  # of a block
+    least: int  # scale, a whole number
     largest: int
-    largest_minimum: int
-    zero: int
-    factor_at: int
-    unpack: Unpack
-    pack: Pack
-    fields: tuple[Field, ...]
-    steps: tuple[int, ...] = ()
+    largest_minimum: int  # 0: the type has none
+    zero: int  # subtracted from codes without minima
+    factor_at: int  # the byte of the float16 factor; the minima's is behind it
+    unpack: Unpack  # blocks -> scales less `least`, and minima
+    pack: Pack  # puts these into blocks
+    fields: tuple[Field, ...]  # of the codes
+    steps: tuple[int, ...] = ()  # the values of the codes, if these are not consecutive numbers
 
 
 def _take(blocks: Bytes, fields: Iterable[Field]) -> Bytes:

@@ -127,22 +127,16 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
         algorithm = _algorithm(source.architecture, tokenizer, data)
         tokens, types = _tokens(data, size, VISIBLE if algorithm.model == "gemma4" else ())
         _refuse_equal_tokens(tokens)
-        special_ids = {
-            name: number
-            for name in SPECIAL
-            if type(number := _special_id(tokenizer, source.config, name)) is int and 0 <= number < size
-        }
-        made = Vocabulary(
-            algorithm, tokens, types, special_ids, *_added_ends(tokenizer), _template(tokenizer),
-            _suppressed(source, size),
-        )  # fmt: skip
+        special_ids = {}
+        for name, key in ((name, f"{name}_token_id") for name in SPECIAL):
+            own = getattr(tokenizer, key, None)
+            number = source.config.get(key) if own is None else own
+            if type(number) is int and 0 <= number < size:
+                special_ids[name] = number
+        ends, suppressed = _added_ends(tokenizer), _suppressed(source, size)
+        made = Vocabulary(algorithm, tokens, types, special_ids, *ends, _template(tokenizer), suppressed)
         _ = made.nbytes  # every text as UTF-8
     return made
-
-
-def _special_id(tokenizer: Any, config: dict[str, Any], name: str) -> Any:
-    number = getattr(tokenizer, f"{name}_token_id", None)
-    return config.get(f"{name}_token_id") if number is None else number
 
 
 def _suppressed(source: Source, size: int) -> list[int]:
