@@ -22,10 +22,7 @@ def codes_per_unit(bits: int) -> int:
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """(K, N) integer codes in 0..2**bits-1 -> (K * bits / 32, N) int32 words, packed along K.
-
-    Raises UnsupportedError where K does not fill whole words.
-    """
+    """Pack codes (K, N) along K into (K * bits / 32, N) int32 words; raise UnsupportedError for a rest of a word."""
     rows, columns = codes.shape
     unit = codes_per_unit(bits)
     if rows % unit:

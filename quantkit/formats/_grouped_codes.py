@@ -150,10 +150,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         return quantization
 
     def layer_bits(self, _quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return the bits by layer name in our own `quantization_config`; `OTHERS` are all other layers.
-
-        Empty if all layers have the same bits. Raises ArtifactError for a configuration that we do not write.
-        """
+        """Return the bits by layer name that we wrote (`OTHERS`: the other layers); empty if all are equal."""
         return {}
 
     def stored_bits(self, _layer: StoredLayer, bits: int) -> int:
@@ -168,10 +165,9 @@ class GroupedPacking(Packing[GroupedWeight]):
         return ()
 
     def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
-        """Return this layout with the settings of a folder, by default from config.json.
+        """Return this layout with a folder's settings; raise ArtifactError for invalid ones.
 
         `own`: quantkit wrote it. Other tools store scales in other floats, and leave a plain order of columns out.
-        Raises ArtifactError for invalid settings.
         """
         where = "config.json: quantization_config"
         if quantization is None:
@@ -234,11 +230,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         return found or {(self._bits, self._groups[0])}
 
     def layout(self, layers: Sequence[StoredLayer]) -> Layout:
-        """Take symmetry, order of columns and least zero point from the tensors.
-
-        Raises ArtifactError for damaged parts and for scales that are 0 or no float16 numbers, UnsupportedError for
-        layers of several kinds.
-        """
+        """Take symmetry, order of columns and least zero point from the tensors, which are checked."""
         if len(kinds := self._kinds(layers)) > 1:
             raise several_kinds(layers[0].folder, self.called(layers))
         ((bits, group),) = kinds
@@ -339,10 +331,7 @@ def usage(packages: str, vllm: str = "vLLM") -> str:
 
 
 def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
-    """Return the group size in columns (-1: the whole row) that fits every layer; raise UnsupportedError.
-
-    ``auto`` is the largest of 128, 64 and 32 that divides all.
-    """
+    """Return the group size (-1: the whole row) that fits every layer; ``auto`` is the largest of GROUP_SIZES."""
     columns = sorted({shape[1] for shape in linears.values()})
     dividing = [size for size in GROUP_SIZES if all(k % size == 0 for k in columns)]
     if group_size == "auto":

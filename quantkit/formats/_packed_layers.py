@@ -257,10 +257,7 @@ def several_kinds(folder: Path, quantization: str) -> UnsupportedError:
 
 
 class RowsReader(FolderReader):
-    """A source only: quantized tensors are dequantized row by row.
-
-    `shapes` are the shapes of their values by name; `beside` are the tensors with their scales.
-    """
+    """A source only, dequantized row by row. `shapes` are those of the values; `beside` are the tensors with scales."""
 
     shapes: dict[str, tuple[int, ...]]
     beside: set[str]

@@ -43,10 +43,7 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 
 
 def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """Return where a checkpoint's settings are, and the settings in the words of their format (None: there are none).
-
-    Raises ArtifactError for a file that cannot be read and for a layout of AutoRound that is not supported.
-    """
+    """Return where a checkpoint's settings are, and the settings, in the words of their format, if there are any."""
     config = read_object(folder / "config.json", ArtifactError)
     for key in KEYS:
         if (found := config.get(key)) is not None:

@@ -116,10 +116,7 @@ class QuantizedCheckpoint(Checkpoint):
 
 
 def open_folder(folder: Path, model: str, revision: str | None = None, only: str | None = None) -> Checkpoint:
-    """Open the checkpoint in `folder`, quantized or not, which the user calls `model`; raise SourceError.
-
-    `only` is the one weight file that is the model, if a user gave it.
-    """
+    """Open the checkpoint in `folder`, quantized or not; `only` is the one weight file that a user named."""
     config, tensors = read_folder(folder, model, only)
     try:
         said_in, quantization = source_quantization(folder)

@@ -71,10 +71,7 @@ class Replaced:
 
 
 def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: Any = None) -> Replaced:
-    """Ask transformers which of `linears` it replaces; raise UnsupportedError if it replaces none.
-
-    `settings` is transformers' configuration made from `config`, if there is one already.
-    """
+    """Ask transformers which of `linears` it replaces, by `settings` or `config`; raise UnsupportedError for none."""
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer

@@ -110,10 +110,7 @@ class Checkpoint(Source):
 
 
 def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
-    """Return by file name the tensors that an index assigns to it (none without an index); raise SourceError.
-
-    `only` is the one file that is the model, if a user gave it. Refuses folders on whose files readers would disagree.
-    """
+    """Return the weight files, each with the tensors that an index assigns to it; `only` is the one given."""
     index, single = folder / INDEX, folder / SINGLE
     if (folder / "adapter_config.json").exists():
         raise SourceError(
@@ -215,10 +212,7 @@ def read_plain(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def read_folder(folder: Path, model: str, only: str | None = None) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return config.json and the tensors' places of any checkpoint; raise SourceError.
-
-    `only` is the one file that is the model, if a user gave it.
-    """
+    """Return config.json and the tensors' places of any checkpoint; `only` is the one file that a user named."""
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")

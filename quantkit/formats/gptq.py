@@ -40,10 +40,7 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class _GptqPacking(GroupedPacking):
-    """Words of codes along the columns; zero points are stored less `shift`, which is 0 in version 2.
-
-    `bits_by_zeros`: config.json leaves the bits of some layers to the tensors.
-    """
+    """Words of codes along the columns; zero points are stored less `shift` (0 in version 2)."""
 
     name = "gptq"
     bits = (2, 3, 4, 8)

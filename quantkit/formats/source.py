@@ -102,10 +102,7 @@ def is_artifact(model: str | Path | ModelRef | Artifact | Source) -> bool:
 
 
 def open_model(model: str | Path | ModelRef | Artifact | Source) -> Model:
-    """Open an artifact folder, or what `open_source` opens.
-
-    Raises ArtifactError or SourceError; RecipeError for adapters or a revision of an artifact.
-    """
+    """Open an artifact folder, or what `open_source` opens; raise ArtifactError, SourceError, RecipeError."""
     if isinstance(model, Artifact):
         return Model(model, None)
     if not isinstance(model, str | Path | ModelRef):

@@ -1,7 +1,7 @@
 """compressed-tensors, vLLM's own format: grouped integer codes (packed.py), scaled 8-bit and 4-bit values (scaled.py).
 
-Format: https://github.com/vllm-project/compressed-tensors, version 0.20. A source may have several groups of layers,
-such as 4 bits for some and FP8 for others: types and shapes of a layer's tensors show its group.
+Format: https://github.com/vllm-project/compressed-tensors, version 0.20. In a source with several groups of layers the
+types and shapes of a layer's tensors show its group.
 """
 
 from __future__ import annotations

@@ -81,10 +81,9 @@ class _CompressedPacking(GroupedPacking):
         return rows, columns, layer.matrix(SCALES)[1]
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """Make one group of all linear layers but the `untouched`, and one of the output head.
+        """Make one group of all linear layers but the `untouched`, or groups of names if their bits differ.
 
-        If layers' bits differ, each group lists names: vLLM would find the class of a joined layer, such as
-        QKVParallelLinear, before the names of its parts.
+        vLLM would find the class of a joined layer, such as QKVParallelLinear, before the names of its parts.
         """
         whole_row = layout.group_size == -1
         weights = {

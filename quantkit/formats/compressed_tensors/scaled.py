@@ -154,10 +154,7 @@ def is_scaled(stored: Mapping[str, Any]) -> bool:
 
 
 def scheme_of(stored: Mapping[str, Any], own: bool = False) -> Scheme:
-    """Return the scheme of a `quantization_config`; raise ArtifactError for an unknown one.
-
-    `own`: quantkit wrote it, so it equals `Scheme.group`.
-    """
+    """Return the scheme of a `quantization_config`, which we wrote if it is our `own`; raise ArtifactError."""
     name, groups = stored.get("format"), groups_of(stored)
     weights = groups[0].get("weights") if len(groups) == 1 else None
     if not isinstance(weights, dict):

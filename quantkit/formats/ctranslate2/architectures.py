@@ -254,10 +254,9 @@ def _gemma3_refusal(settings: Any) -> str | None:
 
 
 class SourceTensors:
-    """The weights of a CTranslate2 model by the source's names and in its shapes, float32.
+    """The weights of a CTranslate2 model by the source's names and in its shapes, float32, without a tied output layer.
 
-    `config` is the source's transformers configuration. A tied output layer is left out. Raises UnsupportedError for an
-    unknown architecture, ArtifactError for a variable without a place.
+    Raises UnsupportedError for an unknown architecture, ArtifactError for a variable without a place.
     """
 
     def __init__(self, model: Ct2Model, config: Any) -> None:

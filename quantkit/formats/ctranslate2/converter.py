@@ -165,10 +165,7 @@ def _mend_settings(folder: Path, tokenizer: Any) -> None:
 def _write_model_file(
     path: Path, spec: Any, variables: Iterator[tuple[str, Any, bool]], kind: str, advance: Callable[[int], None]
 ) -> None:
-    """Write the `variables` of the engine's `spec`, quantized to `kind`; equal ones are stored once.
-
-    `advance` is called with the number of values done. Raises UnsupportedError for a variable too large for the format.
-    """
+    """Write the `variables` of the engine's `spec`, quantized to `kind`, equal ones once; raise UnsupportedError."""
     from ctranslate2.specs.model_spec import SKIP_CREATING_ALIAS
 
     seen: dict[Any, str] = {}

@@ -87,10 +87,7 @@ class Ct2Model:
         return part.view(kind).reshape(shape)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read the values of a variable or alias, or rows of it, as float32: codes divided by their scale.
-
-        Raises ArtifactError for an unknown name and for codes without a usable scale.
-        """
+        """Read a variable or alias, or rows of it, as float32: codes divided by their scale; raise ArtifactError."""
         holder = self.aliases.get(name, name)
         stored = self.raw(holder, start, stop)
         kind = self.variables[holder].dtype

@@ -211,10 +211,7 @@ def _own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if the checkpoint `source` is not what a GGUF file with these keys computes.
-
-    `factors` are the file's rope divisors by name. Raises SourceError for missing tensors.
-    """
+    """Raise UnsupportedError if the checkpoint is not what a file of these keys and rope divisors computes."""
     plan = make_plan(source, "F32")
     name = plan.architecture.name
     if name != keys["general.architecture"]:

@@ -107,8 +107,7 @@ def choose_types(
 ) -> dict[str, Choice]:
     """Choose the type of every tensor by its name in the file and its shape, in the order of the file.
 
-    Tensors are sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `types` maps
-    regular expressions to `TENSOR_TYPES`; they change no tensor that stays F32.
+    `file_type` is a key of `DEFAULT`. `types` maps regular expressions to `TENSOR_TYPES`.
     """
     chosen: dict[str, Choice] = {}
     seen: Counter[tuple[str, ...]] = Counter()

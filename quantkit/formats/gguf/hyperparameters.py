@@ -57,10 +57,7 @@ def find_architecture(source: Source) -> Architecture:
 
 
 def read_shape(source: Source) -> ModelShape:
-    """Read config.json with the defaults of transformers; raise SourceError, UnsupportedError.
-
-    Refuses what would load but compute something else: other activations, rope types, rotary dimensions.
-    """
+    """Read config.json; raise SourceError, UnsupportedError, also for what would load but compute something else."""
     row, config = find_architecture(source), source.settings
     with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
         for name, known in row.required_config.items():
@@ -131,10 +128,7 @@ def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None
 
 
 def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict[str, Value]:
-    """Return the keys of groups of experts; one group if every group is used, which llama.cpp refuses.
-
-    Raises UnsupportedError for groups that it refuses, too: of one expert or of unequal size.
-    """
+    """Return the keys of groups of experts; one group if all are used, for which llama.cpp aborts."""
     count, used = keys.get(GROUPS, 1), keys.get(GROUPS_USED)
     if not isinstance(count, int) or count <= 1:
         return {}

@@ -66,10 +66,7 @@ def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: Calibr
 
 
 def read_imatrix(path: Path) -> Values:
-    """Return mean squared inputs (experts or 1, columns) float32 by tensor name; raise RecipeError.
-
-    The old kind has one row also for experts, one after the other.
-    """
+    """Return mean squared inputs (experts or 1, columns) float32 by tensor name; raise RecipeError."""
     with told(f"imatrix_file: {path} cannot be read as an importance file", RecipeError):
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -134,10 +131,7 @@ def _read_old(path: Path) -> Values:
 
 
 def importance_from(path: Path, plan: Plan) -> Values:
-    """Return the file's importance of matrices in blocks, by the source's weight names; raise RecipeError.
-
-    As in llama-quantize, the file may lack some tensors, but not all.
-    """
+    """Return the importance of matrices in blocks by the source's weight names; raise RecipeError if there is none."""
     values = read_imatrix(path)
     importance: Values = {}
     for tensor in plan.tensors:

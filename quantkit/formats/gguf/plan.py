@@ -131,10 +131,7 @@ class _Filled:
 
 
 def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = None, weighted: bool = False) -> Plan:
-    """Plan the file of `source` in `file_type`, from headers only; raise UnsupportedError, SourceError.
-
-    `types` are those of single tensors (`file_types.choose_types`); `weighted`: there will be an importance.
-    """
+    """Plan a file from headers only, with `types` of single tensors; `weighted`: there will be an importance."""
     filled = _filled(source)
     source, row, shape = filled.source, filled.architecture, filled.shape
     if extra := filled.unplaced:

@@ -97,10 +97,7 @@ def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[
 
 
 def proportional_factors(share: float, factor: float, rotated: int) -> NDArray[np.float32]:
-    """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies if only the first `share` turn.
-
-    The others stand still (transformers, `_compute_proportional_rope_parameters`).
-    """
+    """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies if only the first `share` turn."""
     turning = int(share * rotated // 2)
     return np.array([factor] * turning + [STILL] * (rotated // 2 - turning), np.float32)
 
@@ -142,10 +139,7 @@ def rounds_yarn(config: Any) -> bool:
 
 
 def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[Keys, Factors]:
-    """Return two lists of divisors, of which llama.cpp takes one by the context, and the scale of the rotated values.
-
-    The scale is that of transformers (`_compute_longrope_parameters`).
-    """
+    """Return two lists of divisors, of which llama.cpp takes one, and transformers' scale of the rotated values."""
     original = int(rope["original_max_position_embeddings"])
     scale = context / original
     attention = rope.get("attention_factor") or (

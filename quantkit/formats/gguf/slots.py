@@ -120,10 +120,7 @@ class Slot:
 
 
 def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
-    """Return every tensor that a file with these numbers may have, under gguf's name.
-
-    Raises KeyError for a part without a name or a shape.
-    """
+    """Return every tensor that a file with these numbers may have; raise KeyError for a part without name or shape."""
     import gguf
 
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -177,9 +174,6 @@ def _asked(condition: Condition, block: int, config: Any) -> Any:
 
 
 def is_taken(name: str, row: Architecture, own_blocks: int) -> bool:
-    """Return whether a tensor is of keys or values in a block behind `own_blocks`, which takes those of another.
-
-    `name` is transformers', with or without the base model's prefix.
-    """
+    """Return whether transformers' tensor is of keys or values in a block that takes those of another."""
     block, part = row.block_and_part(name)
     return row.shares_keys and block >= own_blocks and part.startswith(tuple(f"{own}." for own in OWN_KEYS))

@@ -184,10 +184,7 @@ class Keys:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusals:
-    """What llama.cpp's code has fixed, so that a model that would load but compute something else is refused.
-
-    The last three are for notes to the user.
-    """
+    """What llama.cpp's code has fixed, so that models it computes otherwise are refused; at last notes for the user."""
 
     required_config: RequiredConfig = field(default_factory=lambda: {"hidden_act": SILU})
     checks: tuple[Check, ...] = ()

@@ -156,10 +156,7 @@ def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
 
 @cache
 def _same(name: str, weighted: bool) -> bool:
-    """Return whether the faster packing gives this ggml's bytes, tried once in a process on hard rows.
-
-    In these a few heavy columns leave the rest of a block to cancel, so that any other rounding shows in the bytes.
-    """
+    """Return whether the faster packing gives this ggml's bytes, tried once in a process."""
     if (name, weighted) not in PACKERS or not available():
         return False
     random = np.random.default_rng(0)

@@ -229,10 +229,7 @@ PACKERS: dict[tuple[str, bool], Packer] = {
 
 
 def pack(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Pack float32 `rows` (n > 0, columns), checked by `ggml.quantize`, as ggml would: (n, row bytes) uint8.
-
-    Raises KeyError for what PACKERS does not have.
-    """
+    """Pack float32 `rows` (n > 0, columns), checked by `ggml.quantize`, as ggml would; raise KeyError."""
     packer = PACKERS[name, importance is not None]
     step = max(1, SLAB // rows.shape[1])
     with np.errstate(all="ignore"):  # flat blocks divide by zero, and are told apart afterwards, as in ggml

@@ -17,10 +17,7 @@ UNKNOWN_PENALTY = 10.0  # below the worst score
 
 
 def spm_scores(model: dict[str, Any]) -> dict[str, float]:
-    """Return scores by text, from the ``model`` part of a tokenizer.json; tokens that no merge makes come last.
-
-    The score is minus the place of the first merge that makes the token: earlier merges are better.
-    """
+    """Return scores by text: minus the place of the first merge that makes the token, the lowest for no merge."""
     first: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge

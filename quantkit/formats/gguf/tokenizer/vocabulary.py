@@ -168,10 +168,7 @@ def _template(tokenizer: Any) -> str | list[dict[str, str]] | None:
 
 
 def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
-    """Raise UnsupportedError for an id without a row, ValueError if two tokens have one id.
-
-    This comes before the tokenizer's JSON, which is made by a loop over all ids up to the largest.
-    """
+    """Raise UnsupportedError for an id without a row, ValueError for two tokens with one id."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     count = max(vocabulary.values(), default=0) + 1
     if count > size:
