@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,9 @@ class QuantizedCheckpoint(Checkpoint):
         plain = {key: value for key, value in config.items() if key not in KEYS}
         prefixes, files = prefixes_of(plain, stored), sorted({info.file for info in stored.values()})
         alone = plain if prefixes is None else config_of(plain, prefixes, stored)
-        try:
+        with _errors_of_source():
             self.reader = read(folder, tuple(files), alone)
             shapes = {name: self.reader.quantized_shape(name) for name in self.reader.names()}
-        except ArtifactError as error:
-            raise _of_source(error) from None
         self.quantized = frozenset(name for name, shape in shapes.items() if shape is not None)
         if not self.quantized:
             raise SourceError(
@@ -87,22 +86,18 @@ class QuantizedCheckpoint(Checkpoint):
         return self.reader.quantization()
 
     def layout(self) -> Layout:
-        try:
+        with _errors_of_source():
             return self.reader.layout()
-        except ArtifactError as error:
-            raise _of_source(error) from None
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Return bytes of rows. A layer that its reader does not read by rows is in memory until the next one."""
         if name not in self.quantized:
             return super().read_rows(name, start, stop)
-        try:
+        with _errors_of_source():
             if self._latest is None or self._latest[0] != name:
                 self._latest = None
                 self._latest = name, self._rows(name)
             values = self._latest[1].read(start, stop)
-        except ArtifactError as error:
-            raise _of_source(error) from None
         return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
     def _rows(self, name: str) -> Rows:
@@ -118,10 +113,8 @@ class QuantizedCheckpoint(Checkpoint):
 def open_folder(folder: Path, model: str, revision: str | None = None, only: str | None = None) -> Checkpoint:
     """Open the checkpoint in `folder`, quantized or not; `only` is the one weight file that a user named."""
     config, tensors = read_folder(folder, model, only)
-    try:
+    with _errors_of_source():
         said_in, quantization = source_quantization(folder)
-    except ArtifactError as error:
-        raise _of_source(error) from None
     codes = next((name for name in tensors if name.endswith(".qweight")), None)
     if codes is None and (quantization is None or said_in in FILES):
         return Checkpoint(folder, model, revision, config, tensors)
@@ -145,8 +138,12 @@ def open_folder(folder: Path, model: str, revision: str | None = None, only: str
     return QuantizedCheckpoint(kind.name, kind.open_quantized, folder, model, revision, config, tensors, said_in)
 
 
-def _of_source(error: ArtifactError) -> SourceError:
-    return SourceError(AGAIN.sub(FETCH, str(error)))
+@contextmanager
+def _errors_of_source() -> Iterator[None]:
+    try:
+        yield
+    except ArtifactError as error:
+        raise SourceError(AGAIN.sub(FETCH, str(error))) from None
 
 
 def _transposed(config: dict[str, Any]) -> frozenset[str]:

@@ -161,15 +161,15 @@ FAMILIES: dict[str, Family] = {
 # Why an architecture is refused. FAMILIES has the exact ones.
 NO_LOADER = "CTranslate2's converter has no loader for it"
 RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
+UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
 REFUSED = {
+    **dict.fromkeys(("codegen", "gemma4", "gemma4_unified", "gemma4_unified_text"), UNPROVEN),
     "gemma2": "CTranslate2 leaves out its soft-capping, so every answer would be a little wrong",
     "phi": RENAMED,
     "phi3": RENAMED,
     "gpt_neox": RENAMED,
     "gemma4_text": RENAMED,  # a head's size and key heads, which are of each block now
 }
-UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
-UNPROVEN_LOADERS = ("codegen", "gemma4", "gemma4_unified", "gemma4_unified_text")
 
 EXACT_ROPE = ("default", "linear")
 GEMMA_ROPE_THETA = 10_000.0
@@ -183,7 +183,7 @@ SHORTEST_WINDOW = 2048
 
 def reason_of(kind: str) -> str:
     """Return why a model type outside of `FAMILIES` is refused."""
-    return UNPROVEN if kind in UNPROVEN_LOADERS else REFUSED.get(kind, NO_LOADER)
+    return REFUSED.get(kind, NO_LOADER)
 
 
 def refusal_of_config(config: Mapping[str, Any]) -> str | None:

@@ -87,13 +87,6 @@ INDEX_QUERY_PAIRS = _indexer(lambda heads: np.argsort(_halves(heads.query, heads
 INDEX_KEY_PAIRS = _indexer(lambda heads: np.argsort(_halves(heads.key, heads)))
 
 
-def restored(rows: NDArray[Any], order: RowOrder) -> NDArray[Any]:
-    """Put rows (len(order), ...) of the file into the order of the source."""
-    values = np.empty_like(rows)
-    values[order] = rows
-    return values
-
-
 def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
     """Return a reader of rows in `order`, which reads each run of neighbouring rows with one call of `read`."""
     if order is None:
@@ -104,7 +97,7 @@ def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
         ascending = order[start:stop][sort]
         cuts = np.flatnonzero(np.diff(ascending) != 1) + 1
         runs = [read(int(run[0]), int(run[-1]) + 1) for run in np.split(ascending, cuts)]
-        return restored(runs[0] if len(runs) == 1 else np.concatenate(runs), sort)
+        return np.concatenate(runs)[np.argsort(sort)]
 
     return gather
 

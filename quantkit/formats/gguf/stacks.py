@@ -64,13 +64,8 @@ class Unstacked(OverriddenSource):
 
 
 def _info(stored: TensorInfo, piece: Piece) -> TensorInfo:
-    height = len(range(*piece.rows))
-    if piece.stack.rows is not None:
-        shape: tuple[int, ...] = (height, stored.shape[1])
-    elif len(stored.shape) == 2:
-        shape = (height,)
-    else:
-        shape = (height, stored.shape[1 if piece.stack.transposed else 2])
+    inner = stored.shape if piece.stack.rows is not None else stored.shape[1:]
+    shape = (len(range(*piece.rows)), *(inner[:-1] if piece.stack.transposed else inner[1:]))
     return replace(stored, shape=shape, nbytes=stored.nbytes // max(1, stored.parameters) * math.prod(shape))
 
 
