@@ -144,6 +144,7 @@ class FolderReader(ABC):
 
     def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
         self.folder, self.stored = folder, StoredTensors(folder, files)
+        self.known = frozenset(self.stored.names())
 
     @abstractmethod
     def names(self) -> list[str]: ...
@@ -170,22 +171,22 @@ class LayerReader(FolderReader):
 
     def __init__(self, folder: Path, files: tuple[str, ...], packings: Sequence[Packing[Any]]) -> None:
         super().__init__(folder, files)
-        self._packings, self._names = packings, set(self.stored.names())
+        self._packings = packings
         claims: dict[str, list[Packing[Any]]] = {}
         for packing in packings:
-            for stem in _stems(packing, self._names):
+            for stem in _stems(packing, self.known):
                 if len(packings) == 1 or self.stored.dtype(stem + packing.codes) == packing.code_type:
                     claims.setdefault(stem, []).append(packing)
         owners = ((stem, self._owner(stem, claimants)) for stem, claimants in sorted(claims.items()))
         self._layers = {f"{stem}weight": (self._layer(stem, packing), packing) for stem, packing in owners}
         parts = {layer.stem + part for layer, packing in self._layers.values() for part in packing.parts}
-        self._rest = self._names - parts
+        self._rest = self.known - parts
         for name in sorted(self._rest):
             for packing in packings:
                 self._refuse_lone_part(name, packing)
 
     def _layer(self, stem: str, packing: Packing[Any]) -> StoredLayer:
-        parts = tuple(part for part in packing.parts if stem + part in self._names)
+        parts = tuple(part for part in packing.parts if stem + part in self.known)
         return StoredLayer(self.folder, self.stored, stem, parts)
 
     def _owner(self, stem: str, claimants: list[Packing[Any]]) -> Packing[Any]:
@@ -268,7 +269,7 @@ class RowsReader(FolderReader):
         """Return a reader of rows of a quantized tensor; raise ArtifactError if its scales are not finite."""
 
     def names(self) -> list[str]:
-        return sorted({*self.stored.names(), *self.shapes} - self.beside)
+        return sorted({*self.known, *self.shapes} - self.beside)
 
     def read(self, name: str) -> torch.Tensor | Rows:
         shape = self.quantized_shape(name)

@@ -201,17 +201,16 @@ class _Int8Reader(RowsReader):
 
     def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
         super().__init__(folder, files)
-        known = set(self.stored.names())
-        codes = [name for name in known if name.endswith(".weight") and self.stored.dtype(name) == "int8"]
-        self.shapes = {name: self._shape_of(name, known) for name in sorted(codes)}
-        self.beside = {name for name in known if name.rpartition(".")[2] in (SCALES, ORDER)}
+        codes = [name for name in self.known if name.endswith(".weight") and self.stored.dtype(name) == "int8"]
+        self.shapes = {name: self._shape_of(name) for name in sorted(codes)}
+        self.beside = {name for name in self.known if name.rpartition(".")[2] in (SCALES, ORDER)}
         for name in sorted(self.beside):
             if (weight := f"{name.rpartition('.')[0]}.weight") not in self.shapes:
                 raise ArtifactError(f"{folder} has {name} without codes of int8 in {weight}. {AGAIN}")
 
-    def _shape_of(self, name: str, known: set[str]) -> tuple[int, ...]:
+    def _shape_of(self, name: str) -> tuple[int, ...]:
         scale, order = (name.removesuffix("weight") + part for part in (SCALES, ORDER))
-        if scale not in known:
+        if scale not in self.known:
             raise ArtifactError(f"{self.folder} lacks the tensor {scale}, the scales of {name}. {AGAIN}")
         shape, found, dtype = self.stored.shape(name), self.stored.shape(scale), self.stored.dtype(scale)
         if len(shape) != 2 or 0 in shape or found != shape[:1] or dtype != "float32":
@@ -219,7 +218,7 @@ class _Int8Reader(RowsReader):
                 f"{self.folder}: {name} has the shape {shape} and {scale} is {dtype} of the shape {found}; it is "
                 f"float32 with one value for each row. {AGAIN}"
             )
-        if order in known and not (
+        if order in self.known and not (
             self.stored.shape(order) in ((), (1,))
             and self.stored.dtype(order) == "uint8"
             and int(self.stored.read(order)) == 0

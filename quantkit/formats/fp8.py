@@ -44,21 +44,20 @@ class _Reader(RowsReader):
         if settings.get("expert_dtype") not in (None, "fp8"):
             raise ArtifactError(f"{where}: expert_dtype is {shown(settings['expert_dtype'])}, and only fp8 is read")
         self._bytes_are_exponents = settings.get("scale_fmt") == "ue8m0"
-        known = set(self.stored.names())
-        self.shapes = {name: self.stored.shape(name) for name in sorted(known) if self.stored.dtype(name) == CODES}
-        self._scales = {name: self._scale_of(name, known) for name in self.shapes}
+        self.shapes = {name: self.stored.shape(name) for name in sorted(self.known) if self.stored.dtype(name) == CODES}
+        self._scales = {name: self._scale_of(name) for name in self.shapes}
         scales = set(self._scales.values())
-        self.beside = scales | {name for name in known if name.endswith(LEFT_OUT)}
-        for name in sorted(known):
+        self.beside = scales | {name for name in self.known if name.endswith(LEFT_OUT)}
+        for name in sorted(self.known):
             dtype = self.stored.dtype(name)
             if name not in self.shapes and name not in scales and dtype.startswith("float8"):
                 raise ArtifactError(f"{folder}: {name} is {dtype}, and codes are {CODES}. {AGAIN}")
             if name.endswith(SCALES[0]) and name not in scales:
                 raise ArtifactError(f"{folder} has {name} without codes of {CODES} that it scales. {AGAIN}")
 
-    def _scale_of(self, name: str, known: set[str]) -> str:
+    def _scale_of(self, name: str) -> str:
         """Return the name of a tensor's scales, after a check of shapes and types."""
-        scale = next((name + suffix for suffix in SCALES if name + suffix in known), None)
+        scale = next((name + suffix for suffix in SCALES if name + suffix in self.known), None)
         if scale is None:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES[0]}, the scales of {name}. {AGAIN}")
         shape, found, dtype = self.shapes[name], self.stored.shape(scale), self.stored.dtype(scale)

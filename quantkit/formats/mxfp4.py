@@ -35,19 +35,18 @@ class _Reader(RowsReader):
 
     def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
         super().__init__(folder, files)
-        known = set(self.stored.names())
-        stacks = [name.removesuffix(BLOCKS) for name in sorted(known) if name.endswith(BLOCKS)]
-        self.shapes = {name: self._shape_of(name, known) for name in stacks}
+        stacks = [name.removesuffix(BLOCKS) for name in sorted(self.known) if name.endswith(BLOCKS)]
+        self.shapes = {name: self._shape_of(name) for name in stacks}
         self.beside = {name + part for name in stacks for part in (BLOCKS, SCALES)}
-        for name in sorted(known):
+        for name in sorted(self.known):
             if name.endswith(SCALES) and name not in self.beside:
                 raise ArtifactError(f"{folder} lacks the tensor {name.removesuffix(SCALES)}{BLOCKS}. {AGAIN}")
 
-    def _shape_of(self, name: str, known: set[str]) -> tuple[int, ...]:
+    def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape (E, K, N) of a stack's values, after a check of its parts."""
-        if name + SCALES not in known:
+        if name + SCALES not in self.known:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES}, the scales of {name}{BLOCKS}. {AGAIN}")
-        if name in known:
+        if name in self.known:
             raise ArtifactError(f"{self.folder} holds {name} twice, as it is and as {name}{BLOCKS}. {AGAIN}")
         blocks, scales = (self.stored.shape(name + part) for part in (BLOCKS, SCALES))
         kinds = [self.stored.dtype(name + part) for part in (BLOCKS, SCALES)]

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.checkpoints.safetensors import TensorInfo
-from quantkit.checkpoints.side_files import find_side_files
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
+from quantkit.formats.float import Checkpoint
 from quantkit.formats.gguf.header import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT16, UINT32, Header
 from quantkit.formats.gguf.hyperparameters import find_architecture, read_shape
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
 from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, SUPPRESSED, read_vocabulary
-from quantkit.models.config import load_tokenizer
-from quantkit.models.source import Source
 from quantkit.untrusted import shown
 
 if TYPE_CHECKING:
@@ -48,29 +45,10 @@ KINDS = {
 NEEDED = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens")
 
 
-class _Read(Source):
-    """The configuration and shapes that were read of a file, as a source for a plan."""
-
-    name = model = "the file"
-    weight_files = hashed_files = []  # noqa: RUF012 - nothing of it is read
-
-    def __init__(
-        self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path | None = None
-    ) -> None:
-        self.config, self.whole_config, self.folder = config, config, folder or Path()
-        self.tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
-
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        raise NotImplementedError
-
-    def copy_side_files(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def side_files(self) -> dict[str, Path]:
-        return find_side_files(self.folder)
-
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self.folder)
+def _as_source(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path | None = None) -> Checkpoint:
+    """Return a source of these tensors, for a plan; none is read."""
+    tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
+    return Checkpoint(folder or Path(), "the file", None, config, tensors)
 
 
 @contextmanager
@@ -84,14 +62,14 @@ def _of_its_config() -> Iterator[None]:
 def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ArtifactError if a model of that config.json has other tensors."""
     with _of_its_config():
-        make_plan(_Read(config, shapes), ANY_TYPE)
+        make_plan(_as_source(config, shapes), ANY_TYPE)
 
 
 def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
     """Raise ArtifactError if the architecture's keys are not those that are written for that config.json."""
     header, tensors = headers[0], [tensor for each in headers for tensor in each.tensors]
-    source = _Read(config, {tensor.name: tensor.shape for tensor in tensors})
     with _of_its_config():
+        source = _as_source(config, {tensor.name: tensor.shape for tensor in tensors})
         name, shape = find_architecture(source).name, read_shape(source)
     written = {f"{name}.{key}": value for key, value in shape.keys.items()}
     found = {key: value for key, value in header.keys.items() if key.startswith(f"{name}.") and key != f"{name}{ROWS}"}
@@ -109,11 +87,11 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
 
 def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
     """Raise ArtifactError if the file's tokenizer is not the one in its folder."""
-    source = _Read(dict(artifact.manifest.source.config), {}, artifact.folder)
     tokens = header.keys["tokenizer.ggml.tokens"]
     try:
+        source = _as_source(dict(artifact.manifest.source.config), {}, artifact.folder)
         written = read_vocabulary(source, len(tokens) if isinstance(tokens, list) else 0).keys
-    except (SourceError, UnsupportedError) as error:
+    except (SourceError, UnsupportedError, ValueError) as error:
         raise ArtifactError(f"{header.path} cannot be held against the tokenizer beside it: {error}") from None
     found = {key: value for key, value in header.keys.items() if key.startswith(KEYS)}
     for key in (*written, *found):

@@ -64,9 +64,7 @@ _TOKENS: RequiredConfig = {
         config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
     )
 }
-_SHARED_KEYS: dict[str, Setting] = RMS | {
-    "attention.sliding_window": "sliding_window",
-    "attention.sliding_window_pattern": lambda config: [kind == SLIDING for kind in config.layer_types],
+_SHARED_KEYS: dict[str, Setting] = RMS | windows(None) | {
     "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": lambda config: config.hidden_size_per_layer_input or 0,
 }  # fmt: skip

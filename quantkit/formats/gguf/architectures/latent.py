@@ -39,6 +39,7 @@ from quantkit.formats.gguf.architectures.record import (
     one_or_list,
     require,
     weights,
+    windows,
 )
 from quantkit.formats.gguf.row_orders import INDEX_KEY_PAIRS, INDEX_QUERY_PAIRS
 from quantkit.formats.gguf.shapes import EXPERTS, KEY_HEADS, KEY_LENGTH, QUERY_HEADS, VALUE_LENGTH
@@ -187,11 +188,6 @@ def _shared_width(config: Any) -> int:
     return config.shared_experts_intermediate_size * config.n_shared_experts
 
 
-def _dots_heads(config: Any) -> int | list[int]:
-    own = config.per_layer_config
-    return one_or_list([own[block].num_attention_heads for block in range(config.num_hidden_layers)])
-
-
 ROWS = (
     _DEEPSEEK.like("deepseek_v3", required_config={"rope_interleave": True}),
     _DEEPSEEK.like(
@@ -254,12 +250,12 @@ ROWS = (
         },
         shapes={"attn_gate": ("heads", "hidden"), "attn_k_norm": ("rotated",)},
         keys={
-            QUERY_HEADS: _dots_heads,
+            QUERY_HEADS: lambda config: one_or_list(
+                [config.per_layer_config[block].num_attention_heads for block in range(config.num_hidden_layers)]
+            ),
             "expert_shared_count": lambda config: _shared_width(config) // config.moe_intermediate_size,
             "attention.indexer.types": lambda config: [kind != SLIDING for kind in config.layer_types],
-            "attention.sliding_window": "sliding_window",
-            "attention.sliding_window_pattern": lambda config: [kind == SLIDING for kind in config.layer_types],
-            "attention.q_lora_rank": _of(INDEXED, "q_lora_rank"),
+            **windows(None), "attention.q_lora_rank": _of(INDEXED, "q_lora_rank"),
             "rope.dimension_count": _of(INDEXED, "qk_rope_head_dim"),
             **{
                 f"attention.{name}{behind}": _of(kind, setting)

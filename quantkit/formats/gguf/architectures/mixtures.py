@@ -135,17 +135,11 @@ _SHARED_LENGTH: dict[str, Setting] = {
 # What llama.cpp has fixed
 
 
-def _ernie_sparse(config: Any, block: int) -> bool:
-    return bool(block >= config.moe_layer_start_index and (block + 1) % config.moe_layer_interval == 0)
-
-
 def _routes(config: Any, block: int) -> bool:
-    """Of Llama 4."""
     return bool((block + 1) % config.interleave_moe_layer_step == 0)
 
 
 def _first(value: Any) -> Any:
-    """Of what may be given for each block."""
     return value[0] if isinstance(value, list) else value
 
 
@@ -168,10 +162,6 @@ def _mimo_heads(config: Any) -> list[int]:
 def _laguna_turns(config: Any) -> int | None:
     local = config.rope_parameters.get(SLIDING)
     return None if local is None else int(config.head_dim * local.get("partial_rotary_factor", 1.0))
-
-
-def _minimax_turns(config: Any) -> int:
-    return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
 
 def _minimax_halves(stem: str, setting: str) -> Stack:
@@ -296,7 +286,8 @@ ROWS = (
     Architecture(
         "ernie4_5_moe", "ernie4_5-moe", weights(*ATTENTION, *NORMS),
         per_block=mixed(
-            unless(_ernie_sparse), *weights("mlp.gate", *SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias"
+            lambda config, n: n < config.moe_layer_start_index or (n + 1) % config.moe_layer_interval != 0,
+            *weights("mlp.gate", *SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias",
         ),
         shapes={"exp_probs_b": ("one", "experts", "one")},  # a bias, which has not the last
         keys=RMS | {
@@ -532,7 +523,8 @@ ROWS = (
                 "layer_types = {0.layer_types}, and llama.cpp attends to some tokens alone where a block has experts",
             ),
             require(
-                lambda config: config.index_head_dim >= _minimax_turns(config),
+                lambda config: config.index_head_dim
+                >= int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)),
                 "index_head_dim = {0.index_head_dim}, and llama.cpp turns as many values as of the other heads",
             ),
             require(

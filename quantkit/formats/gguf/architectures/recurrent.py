@@ -43,6 +43,7 @@ from quantkit.formats.gguf.architectures.record import (
     W_EXPERTS,
     Architecture,
     Parts,
+    RequiredConfig,
     Setting,
     Transform,
     experts_of,
@@ -182,6 +183,9 @@ _MAMBA_KEYS: dict[str, Setting] = {
     "ssm.time_step_rank": "mamba_n_heads",
     "ssm.inner_size": lambda config: config.mamba_n_heads * config.mamba_d_head,
 }  # fmt: skip
+_MAMBA_FIXED: RequiredConfig = {
+    **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": ((0.0, math.inf), None)
+}  # fmt: skip
 _FEED_FORWARD = weights(*(f"feed_forward.{kind}_proj" for kind in KINDS))
 _BAMBA = Architecture(
     "bamba", "granitehybrid", (*weights("input_layernorm", "pre_ff_layernorm"), *_FEED_FORWARD),
@@ -189,10 +193,7 @@ _BAMBA = Architecture(
     outside=(EMBEDDING, "model.final_layernorm.weight"), shapes=_MAMBA_SHAPES,
     transforms=ROTARY, partial_rotary=True,
     keys=RMS | _MAMBA_KEYS | {KEY_HEADS: _key_heads}, checks=(_BOTH_KINDS,),
-    required_config={
-        **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "mlp_bias": False,
-        "time_step_limit": ((0.0, math.inf), None), "mamba_expand": 2,
-    },
+    required_config={**_MAMBA_FIXED, "mlp_bias": False, "mamba_expand": 2},
 )  # fmt: skip
 _ONES = (
     *(f"{kind}_{side}_multiplier" for kind in ("attention", "ssm") for side in ("in", "out")),
@@ -225,11 +226,6 @@ def _with_experts(setting: str) -> Setting:
 # Kimi's delta attention in most blocks, and latent attention in the others
 
 
-def _latent_key_heads(config: Any) -> list[int]:
-    """Of each block: latent attention has one key head."""
-    return [int(_attends(config, block)) for block in range(config.num_hidden_layers)]
-
-
 def _kimi(
     model_type: str, name: str, attention: str, mixture: str, output: str, scores: str, experts: tuple[str, ...],
     delta: Parts, latent: tuple[str, ...], decay: Transform, **other: Any,
@@ -255,8 +251,8 @@ def _kimi(
         stacks=(stack_of_heads(attention),),
         transforms={f"{attention}.A_log": decay},
         keys=routed(SIGMOID) | DENSE_BLOCKS | {
-            EXPERTS: "num_local_experts", KEY_HEADS: _latent_key_heads, KEY_LENGTH: latent_key,
-            VALUE_LENGTH: "kv_lora_rank",
+            EXPERTS: "num_local_experts", KEY_LENGTH: latent_key, VALUE_LENGTH: "kv_lora_rank",
+            KEY_HEADS: lambda config: [int(_attends(config, n)) for n in range(config.num_hidden_layers)],
             "attention.kv_lora_rank": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
             "attention.key_length_mla": whole_key, "rope.dimension_count": "qk_rope_head_dim",
             "ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim",
@@ -338,11 +334,7 @@ ROWS = (
             "expert_shared_feed_forward_length": "shared_intermediate_size",
             "rope.scaling.finetuned": lambda config: config.position_embedding_type == "rope",
         },
-        required_config={
-            **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_expand": 2,
-            "time_step_limit": ((0.0, math.inf), None),
-        },
-        checks=(_BOTH_KINDS,),
+        required_config={**_MAMBA_FIXED, "mamba_expand": 2}, checks=(_BOTH_KINDS,),
     ),
     _BAMBA,
     Architecture(  # attention and a state in every block, side by side
@@ -364,8 +356,7 @@ ROWS = (
         },
         keys=RMS | _MAMBA_KEYS,
         required_config={
-            **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "projectors_bias": False,
-            "mlp_bias": False, "time_step_limit": ((0.0, math.inf), None),
+            **_MAMBA_FIXED, "projectors_bias": False, "mlp_bias": False,
             # llama.cpp's norm of what a state gives comes behind the gate.
             "mamba_norm_before_gate": lambda config: False if config.mamba_rms_norm else (False, True),
         },
