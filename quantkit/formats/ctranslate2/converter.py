@@ -14,7 +14,6 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,7 +54,6 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
         def load_model(self, _class: Any, _path: str, **_settings: Any) -> Any:
             return model.outside()
 
-    made = folder / "converted"
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     # The converter collects garbage after each block: 8.7 s of 10 for the demo model's 30, if everything is looked at.
@@ -66,11 +64,10 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
             source.copy_side_files(place)
             spec = Unread(str(place))._load()
         spec.validate()
-        made.mkdir()
         size = model.block_values + sum(math.prod(v.shape) for v in spec.variables().values() if v.shape)
         with progress.step("converting with CTranslate2", size, work=True) as advance:
             spec._serialize = lambda path: _write_model_file(Path(path), spec, model.variables(spec), kind, advance)
-            spec.save(str(made))
+            spec.save(str(folder))
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
             f"CTranslate2's converter cannot take {source.model} ({source.architecture}): {reason_of(error)}"
@@ -79,9 +76,6 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
         gc.unfreeze()
         if shows_bars:
             logging.enable_progress_bar()
-    for path in list(made.iterdir()):
-        path.rename(folder / path.name)
-    made.rmdir()
 
 
 class _Model:
@@ -120,11 +114,11 @@ class _Model:
         """Yield those of a model.bin in order: name, variable, and whether its codes have scales."""
         outer = dict(spec.variables())
         blocks = {f"decoder/layer_{index}/": index for index in range(len(self._blocks))}
-        for name in sorted({*outer, *blocks}):
-            if name in outer:
-                yield name, outer[name], _has_scales(spec, name)
-            else:
+        for name in sorted(outer | blocks):
+            if name in blocks:
                 yield from self._of_block(name, blocks[name])
+            else:
+                yield name, outer[name], _has_scales(spec, name)
 
     def _of_block(self, prefix: str, index: int) -> Iterator[tuple[str, Any, bool]]:
         from ctranslate2.converters.transformers import _MODEL_LOADERS
@@ -170,18 +164,11 @@ def _write_model_file(
 
     seen: dict[Any, str] = {}
     aliases: list[tuple[str, str]] = []
-    scales: dict[str, np.ndarray] = {}
     with path.open("wb") as file:
         file.write(struct.pack("<I", VERSION) + _text(spec.name) + struct.pack("<I", spec.revision))
         counted, count = file.tell(), 0
         file.write(struct.pack("<I", 0))
-        for name, variable, has_scales in chain(variables, [("", None, False)]):
-            for ready in sorted(other for other in scales if not name or other < name):
-                array = scales.pop(ready)
-                file.write(_head(ready, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
-                count += 1
-            if not name:
-                break
+        for name, variable, has_scales in variables:
             value = variable.tensor if hasattr(variable, "tensor") else variable.numpy()
             size = math.prod(variable.shape) if variable.shape else 0
             if variable.shape and name.rpartition("/")[2] not in SKIP_CREATING_ALIAS:
@@ -190,10 +177,7 @@ def _write_model_file(
                     aliases.append((name, seen[same]))
                     advance(size)
                     continue
-            scale = _write_variable(path, file, name, value, kind, has_scales)
-            if scale is not None:
-                scales[f"{name}_scale"] = scale
-            count += 1
+            count += _write_variable(path, file, name, value, kind, has_scales)
             advance(size)
         file.write(struct.pack("<I", len(aliases)))
         for alias, holder in aliases:
@@ -216,14 +200,11 @@ def _digest(value: Values) -> bytes:
     return digest.digest()
 
 
-def _write_variable(
-    path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool
-) -> np.ndarray | None:
-    """Write one variable as the engine's code quantizes it; return the scales of its codes, if any."""
+def _write_variable(path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool) -> int:
+    """Write one variable as the engine's code quantizes it, and the scales of its codes; return how many these are."""
     if not value.shape:
-        array = np.asarray(value)
-        file.write(_head(name, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
-        return None
+        _write_array(file, name, np.asarray(value))
+        return 1
     scales: list[np.ndarray] = []
     # The scale of int16 is that of a whole tensor, all else of rows or of single values.
     for number, slab in enumerate(_slabs(value, len(value) if has_scales and kind == "int16" else None)):
@@ -240,8 +221,9 @@ def _write_variable(
         if scale is not None:
             scales.append(scale)
     if not scales:
-        return None
-    return scales[0] if not scales[0].shape else np.concatenate(scales)
+        return 1
+    _write_array(file, f"{name}_scale", np.concatenate(scales) if scales[0].shape else scales[0])
+    return 2
 
 
 def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarray | None]:
@@ -261,6 +243,10 @@ def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarr
     layer.optimize(quantization=kind)
     scale = layer.weight_scale
     return layer.weight, None if scale == OPTIONAL else np.asarray(scale.numpy())
+
+
+def _write_array(file: BinaryIO, name: str, array: np.ndarray) -> None:
+    file.write(_head(name, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
 
 
 def _head(name: str, shape: tuple[int, ...], dtype: str, nbytes: int) -> bytes:
