@@ -257,22 +257,16 @@ def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]
 
 
 def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
+    from transformers import BitsAndBytesConfig
+
     packing = _NormalFloatPacking("nf4", getattr(torch, layout.dtype))
-    quantization = {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "bnb_4bit_compute_dtype": layout.dtype,
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": (layout.settings or {}).get("double_quant", True),
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": list(_skipped(source, skeleton, layout)) or None,
-        "llm_int8_threshold": 6.0,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "quant_method": "bitsandbytes",
-    }
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        llm_int8_skip_modules=list(_skipped(source, skeleton, layout)) or None,
+        bnb_4bit_compute_dtype=layout.dtype,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=(layout.settings or {}).get("double_quant", True),
+    ).to_dict()
     return write_layers(packing, source, skeleton, run, layout, quantization)
 
 

@@ -51,6 +51,14 @@ TABLES = (EMBEDDING, PER_LAYER)  # with a row for each token; of both the type i
 # By file type, what an embedding of its own and the output of the attention of a dense model take.
 EMBEDDINGS = dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K")
 EMBEDDINGS |= dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S")
+# What values take, where four heads share them, and in how many first blocks they take Q5_K.
+VALUES_OF = {"Q2_K": "Q3_K", "IQ3_M": "Q4_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}
+SHARED_VALUES = dict.fromkeys(("Q2_K", "Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"), "Q4_K")
+SHARED_VALUES |= {"IQ4_XS": "Q5_K", "IQ4_NL": "Q5_K"}
+FIRST_VALUES = {"Q3_K_M": 2, "Q4_K_S": 4}
+# What the last matrices of the feed-forward layers take, and those of the first eighth of the blocks.
+DOWN_OF = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}
+FIRST_DOWN = {"Q2_K_S": "Q4_K", "Q4_K_S": "Q5_K", "IQ3_M": "Q4_K", "IQ4_XS": "Q5_K", "IQ4_NL": "Q5_K"}
 ATTENTION_OUTPUTS = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K"}
 
 
@@ -199,20 +207,12 @@ def _more(i: int, n: int) -> bool:
 
 
 def _values(i: int, file_type: str, default: str, model: ModelCounts) -> str:
-    kind = default
-    if file_type == "Q2_K":
-        kind = "Q4_K" if model.sharing >= 4 else "Q3_K"
-    elif file_type in ("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"):
-        kind = "Q4_K" if model.sharing >= 4 else default
-    elif file_type == "IQ3_M":
-        kind = "Q4_K"
-    elif file_type in ("IQ4_XS", "IQ4_NL"):
-        kind = "Q5_K" if model.sharing >= 4 else default
-    elif file_type == "Q3_K_M":
-        kind = "Q5_K" if i < 2 else "Q4_K"
-    elif file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < 4):
+    kind = VALUES_OF.get(file_type, default)
+    if model.sharing >= 4:
+        kind = SHARED_VALUES.get(file_type, kind)
+    if i < FIRST_VALUES.get(file_type, 0):
         kind = "Q5_K"
-    elif file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.values):
+    if file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.values):
         kind = "Q6_K"
     # llama.cpp knows Llama-2-70B and Qwen2-72B by these numbers; eight query heads share the values there.
     large = model.blocks == 80 and (model.name == "qwen2" or (model.name == "llama" and model.heads != model.kv_heads))
@@ -222,22 +222,16 @@ def _values(i: int, file_type: str, default: str, model: ModelCounts) -> str:
 
 
 def _down(i: int, file_type: str, default: str, model: ModelCounts) -> str:
-    n = model.blocks
-    if file_type == "Q2_K":
-        return "Q3_K"
-    if file_type == "Q2_K_S":
-        return "Q4_K" if i < n // 8 else default
-    if file_type == "Q3_K_M":
-        return "Q5_K" if i < n // 16 else "Q4_K"
-    if file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < n // 8):
+    n, in_first = model.blocks, i < model.blocks // 8
+    if file_type == "Q3_K_M" and i < n // 16:
         return "Q5_K"
     if file_type in ("Q4_K_M", "Q5_K_M") and _more(i, n):
         return "Q6_K"
-    if file_type == "IQ3_M" and (i < n // 8 or (model.experts == 8 and _more(i, n))):
+    if file_type == "IQ3_M" and model.experts == 8 and _more(i, n):
         return "Q4_K"
-    if file_type in ("IQ4_XS", "IQ4_NL") and i < n // 8 and not model.weighted:
-        return "Q5_K"
-    return default
+    if in_first and file_type in FIRST_DOWN and not (file_type in ("IQ4_XS", "IQ4_NL") and model.weighted):
+        return FIRST_DOWN[file_type]
+    return DOWN_OF.get(file_type, default)
 
 
 def _down_of_falcon(i: int, file_type: str, default: str, model: ModelCounts) -> str:

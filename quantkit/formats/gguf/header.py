@@ -123,12 +123,10 @@ class Header:
     def text(self, key: str) -> str:
         """Return the text at `key`; raise ArtifactError for another kind, or none."""
         value = self.keys.get(key)
+        if value is None:
+            raise ArtifactError(f"{self.path} lacks the key {key}")
         if not isinstance(value, str):
-            raise ArtifactError(
-                f"{self.path} lacks the key {key}"
-                if value is None
-                else f"{self.path}: the key {key} is {shown(value)}, not a text"
-            )
+            raise ArtifactError(f"{self.path}: the key {key} is {shown(value)}, not a text")
         return value
 
 
