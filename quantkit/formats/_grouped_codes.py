@@ -153,10 +153,6 @@ class GroupedPacking(Packing[GroupedWeight]):
         """Return the bits by layer name that we wrote (`OTHERS`: the other layers); empty if all are equal."""
         return {}
 
-    def stored_bits(self, _layer: StoredLayer, bits: int) -> int:
-        """Return the bits of another tool's layer, where config.json says `bits`."""
-        return bits
-
     def variant(self, _quantization: Mapping[str, Any]) -> GroupedPacking:
         """Return the layout of another tool's `quantization_config`; raise ArtifactError for an unknown one."""
         return self
@@ -201,11 +197,10 @@ class GroupedPacking(Packing[GroupedWeight]):
         return self._bits, self._groups[0], self._symmetric is True, self._ordered is True
 
     def bits_of(self, layer: StoredLayer) -> int:
-        """Return the bits in config.json, or for other tools' files those that the tensors show."""
-        if not self._own:
-            return self.stored_bits(layer, self._bits)
+        if not self._layer_bits:
+            return self._bits
         name = layer.stem[:-1]
-        bits = self._layer_bits.get(name, self._layer_bits.get(OTHERS)) if self._layer_bits else self._bits
+        bits = self._layer_bits.get(name, self._layer_bits.get(OTHERS))
         if bits is None:
             raise ArtifactError(f"{layer.folder / 'config.json'} names no bits of the layer {name}. {AGAIN}")
         return bits
@@ -277,15 +272,14 @@ class GroupedPacking(Packing[GroupedWeight]):
     def value(self, layer: StoredLayer, weight: GroupedWeight) -> GroupedWeight:
         """Refuse scales, zero points and orders of columns that engines do not expect."""
         wrong, groups = None, weight.scales.shape[1]
+        plain = contiguous_groups(weight.shape[1], weight.shape[1] // groups)
         if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
             wrong = "has scales that are 0 or not finite"
         elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
             wrong = f"has columns of other groups than its {groups}"
         elif self._symmetric is True and not bool((weight.zeros == 1 << (weight.bits - 1)).all()):
             wrong = "is not symmetric, and config.json says it is"
-        elif self._ordered is False and not weight.g_idx.equal(
-            contiguous_groups(weight.shape[1], weight.shape[1] // groups)
-        ):
+        elif self._ordered is False and not weight.g_idx.equal(plain):
             wrong = "has groups of columns that do not lie side by side, and config.json says they do"
         if wrong is not None:
             raise ArtifactError(f"{layer.folder}: the layer {layer.name} {wrong}. {AGAIN}")

@@ -163,10 +163,9 @@ class FolderReader(ABC):
 
 
 class LayerReader(FolderReader):
-    """Layers under their weight's name, the rest as stored.
+    """Layers under their weight's name, the rest as stored; raises ArtifactError.
 
-    A folder with several groups of layers has several `packings`; types and shapes of a layer's parts say which one
-    reads it. Raises ArtifactError if none fits, or several that give different values.
+    Of several `packings` (groups of layers) the one reads a layer that fits types and shapes of its parts.
     """
 
     def __init__(self, folder: Path, files: tuple[str, ...], packings: Sequence[Packing[Any]]) -> None:

@@ -95,14 +95,10 @@ def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
 
 @dataclass(frozen=True)
 class Untouched:
-    """What is not quantized: `linears` of the model, and `modules` that readers do not skip by themselves.
+    """What is not quantized, by the names of files and of transformers."""
 
-    Modules hold tensors beside the model, or are layers that stay as they are. Names are those of the files and, if
-    these differ, of transformers.
-    """
-
-    linears: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
+    linears: tuple[str, ...] = ()  # of the model
+    modules: tuple[str, ...] = ()  # that readers do not skip by themselves: beside the model, or layers that stay
 
     @property
     def patterns(self) -> tuple[str, ...]:

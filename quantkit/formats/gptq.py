@@ -40,7 +40,10 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class _GptqPacking(GroupedPacking):
-    """Words of codes along the columns; zero points are stored less `shift` (0 in version 2)."""
+    """Words of codes along the columns; zero points are stored less `shift` (0 in version 2).
+
+    `bits_by_zeros`: config.json of another tool leaves the bits of some layers to the tensors.
+    """
 
     name = "gptq"
     bits = (2, 3, 4, 8)
@@ -120,11 +123,11 @@ class _GptqPacking(GroupedPacking):
             bits[name] = own
         return {**bits, OTHERS: quantization.get("bits", 0)} if bits else {}
 
-    def stored_bits(self, layer: StoredLayer, bits: int) -> int:
+    def bits_of(self, layer: StoredLayer) -> int:
+        bits = super().bits_of(layer)
         if not self._bits_by_zeros:
             return bits
-        zeros, scales = layer.matrix("qzeros"), layer.matrix(self.scales)
-        own = zeros[1] * 32 // max(1, scales[1])
+        own = layer.matrix("qzeros")[1] * 32 // max(1, layer.matrix(self.scales)[1])
         return own if own in self.bits else bits
 
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:

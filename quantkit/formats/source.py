@@ -25,11 +25,10 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "REA
 def open_source(
     model: str | Path | ModelRef, revision: str | None = None, adapters: Sequence[str | Path] = ()
 ) -> Source:
-    """Open `model`: ``demo``, a checkpoint folder, quantized or not, a safetensors or GGUF file, or a hub id.
+    """Open `model`: ``demo``, a checkpoint folder, a safetensors or GGUF file, an adapter's folder, or a hub id.
 
-    `revision` is of the hub. `adapters` are folders of LoRA adapters, merged in this order; a ModelRef has its own. An
-    adapter's folder is a model, too, if its base model is a folder here. Raises SourceError; for a GGUF file also what
-    formats/gguf/checkpoint.py raises, for adapters UnsupportedError.
+    `adapters` are folders of LoRA adapters, merged in this order; a ModelRef has its own. Raises SourceError,
+    UnsupportedError, and ArtifactError for a GGUF file.
     """
     if isinstance(model, ModelRef):
         revision, adapters, model = model.revision, model.adapters, model.model

@@ -57,10 +57,9 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # th
 
 
 class GgufCheckpoint(Source):
-    """The model in a GGUF file (the first of a split one) as a source of float32 values.
+    """A GGUF file (the first of a split one) as a source of float32 values; raises ArtifactError, UnsupportedError.
 
-    `tokenizer_folder` and `config` replace the file's tokenizer and configuration. Raises ArtifactError for a file that
-    cannot be read, UnsupportedError if configuration or tokenizer do not mean what llama.cpp computes.
+    `tokenizer_folder` and `config` replace the file's tokenizer and configuration.
     """
 
     format = "gguf"

@@ -32,11 +32,7 @@ Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight
 
 
 def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Give a little importance (columns,) to each run of 16 neighbouring columns that never fires.
-
-    ggml would zero the weights of such a run, and they matter on other text. So it does if they fire so little that
-    sums of squares vanish.
-    """
+    """Give a little importance to each run of 16 columns that hardly fires: ggml would zero its weights."""
     runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
     runs[runs.max(axis=1) < FAINTEST] = max(float(importance.mean()) * SILENT, SILENT)
     return runs.reshape(-1)

@@ -23,11 +23,7 @@ def prepared(source: Source) -> Source:
 
 
 def _with_multipliers_inside(source: Source) -> Source:
-    """Put the architecture's multipliers into the weights.
-
-    A tied head with another multiplier than the embedding gets weights of its own. Raises UnsupportedError for a
-    multiplier that is no number or that a file cannot hold: 0, NaN, infinity.
-    """
+    """Put the architecture's multipliers into the weights; a tied head may get weights of its own."""
     row = KNOWN.get(source.architecture)
     if row is None or not row.multipliers:
         return source
@@ -52,8 +48,7 @@ def _with_multipliers_inside(source: Source) -> Source:
 def _fitted(source: Source) -> Source:
     """Drop keys and values of blocks that take those of others, and complete the table of the blocks' inputs.
 
-    If that table has fewer rows than there are tokens, it gets copies of its first row, which transformers takes for
-    the others (models/gemma3n/modeling_gemma3n.py, `get_per_layer_inputs`). Raises SourceError.
+    transformers takes its first row for tokens without one (models/gemma3n/modeling_gemma3n.py).
     """
     row = KNOWN.get(source.architecture)
     if row is None or not row.shares_keys:

@@ -77,8 +77,7 @@ def write_file(
 ) -> None:
     """Write the file into `run.folder`; raise SourceError for weights or importance that ggml would spoil.
 
-    `importance` maps the source's linear weights to float32 (in_features,) mean squared inputs; empty for plain
-    rounding, `partial` if it may lack some. `spool` holds rows that are packed already, under the source's names.
+    `importance` is of the source's weights, `partial` if it may lack some. `spool` holds rows that are packed already.
     """
     weights = _weights(file, importance, partial)
     tensors = file.plan.tensors

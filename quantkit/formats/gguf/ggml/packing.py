@@ -73,15 +73,12 @@ class Fitted:
 
 
 class Candidates(NamedTuple):
-    """The inverse scales that ggml tries for a block: (first + step * k + top) / range for k = 0..steps.
-
-    The least weighted error of squares wins, or of magnitudes if `absolute`.
-    """
+    """Inverse scales that ggml tries: (first + step * k + top) / range for k = 0..steps; the least error wins."""
 
     first: float
     step: float
     steps: int
-    absolute: bool = False
+    absolute: bool = False  # the error is one of magnitudes, not of squares
 
 
 def _searched(function: str, values: Floats, weights: Floats, results: tuple[str, ...], *settings: float) -> Fitted:

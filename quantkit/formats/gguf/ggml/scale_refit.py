@@ -119,10 +119,7 @@ def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> 
 def _solved(
     parts: list[torch.Tensor], factors: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
 ) -> torch.Tensor:
-    """Return better factors (n, P * B) float32 that float16 holds; rows whose error would not fall keep theirs.
-
-    A row's values are the sum of its P parts (n, K), each block of 256 times its factor.
-    """
+    """Return better factors (n, P * B), as float16 holds, of rows that sum P parts (n, K); rows may keep theirs."""
     blocks, now, along = target.shape[1] // BLOCK, factors.to(torch.float64), target @ hessian
     normal = normal_equations(parts, hessian, blocks)
     aimed = torch.cat([unit_sums(part * along, blocks) for part in parts], 1)

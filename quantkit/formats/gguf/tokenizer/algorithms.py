@@ -65,15 +65,11 @@ def gemma4_tokens(text: str, ids: Mapping[str, int], merges: list[tuple[str, str
 
 @dataclass(frozen=True)
 class Unigram:
-    """A unigram tokenizer, llama.cpp's ``t5`` model: the best sum of scores over the whole text.
+    """A unigram tokenizer, llama.cpp's ``t5`` model: the best sum of scores over the whole text."""
 
-    `pieces` are the token ids and scores by text. The source's precompiled character map normalizes a text, blanks
-    become U+2581, and a code point without a token counts as unknown.
-    """
-
-    pieces: dict[str, tuple[int, float]]
-    unknown: int
-    charsmap: bytes | None
+    pieces: dict[str, tuple[int, float]]  # token ids and scores by text, with U+2581 for blanks
+    unknown: int  # the id of a code point without a token
+    charsmap: bytes | None  # the source's precompiled normalizer
     prefix: bool
     merges_blanks: bool
 
