@@ -205,11 +205,10 @@ def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algor
         notes = _compare(tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
         return Algorithm("llama", scores=scores, space_prefix=prefix, notes=notes)
     if model["type"] == "BPE" and "ByteLevel" in decoder:
-        name = _pre_tokenizer(tokenizer, data)
-        unlike = bool(_steps(data.get("normalizer"))) and fingerprint(tokenizer.encode(PROBE)) not in NAMES
+        name, notes = _pre_tokenizer(tokenizer, data)
         # A space inside a part is written as the byte-level alphabet writes it.
         pairs = [m if isinstance(m, str) else " ".join(p.replace(" ", "\u0120") for p in m) for m in model["merges"]]
-        return Algorithm("gpt2", name, merges=pairs, notes=(NOT_NORMALIZED,) if unlike else ())
+        return Algorithm("gpt2", name, merges=pairs, notes=notes)
     if model["type"] == "Unigram":
         unigram = read_unigram(model, steps)
         if isinstance(unigram, str):
@@ -219,18 +218,18 @@ def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algor
     raise ValueError(f"the kind {model['type']}. Known: byte-level BPE, BPE with byte fallback, and unigram")
 
 
-def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> str:
-    key = fingerprint(tokenizer.encode(PROBE))
+def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return llama.cpp's name of it, and notes on how the two differ; raise ValueError."""
+    if (key := fingerprint(tokenizer.encode(PROBE))) in NAMES:
+        return NAMES[key], ()
     normalized = [step["type"] for step in _steps(data.get("normalizer"))]
     by_steps = steps_name(_steps(data.get("pre_tokenizer")), bool(data["model"].get("ignore_merges")))
-    if key in NAMES:
-        return NAMES[key]
     if by_steps is None or normalized not in ([], ["NFC"]):
         raise ValueError(
             f"llama.cpp is not known to have it (fingerprint {key}), and would split text wrongly. Compare it with "
             "that of another model of the family, or use another method"
         )
-    return by_steps
+    return by_steps, (NOT_NORMALIZED,) if normalized else ()
 
 
 def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[list[str], list[int]]:
