@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from quantkit.errors import UnsupportedError, one_line
-from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import read_json
+from quantkit.untrusted import parse_json
 
 LIMIT = 600.0  # seconds; the largest vocabularies take a few
 LONGEST = 300  # characters of what llama.cpp says
@@ -21,19 +20,17 @@ SIGNS = ("error", "assert", "failed")
 def llama_cpp_ids(path: Path, text: str) -> list[int]:
     """Return the ids of `text`, without BOS and EOS, by the vocabulary of a GGUF file; raise UnsupportedError."""
     what = f"{path}: llama.cpp cannot read its vocabulary"
-    with temporary_folder() as folder:
-        answer = folder / "ids.json"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", __name__, str(path.absolute()), str(answer)],
-                input=text.encode(), capture_output=True, timeout=LIMIT, check=False,
-                env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise UnsupportedError(f"{what} within {LIMIT:.0f} seconds") from None
-        if done.returncode != 0:
-            raise UnsupportedError(f"{what}: {_reason(done.returncode, done.stderr.decode(errors='replace'))}")
-        ids: list[int] = read_json(answer, UnsupportedError)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__, str(path.absolute())],
+            input=text.encode(), capture_output=True, timeout=LIMIT, check=False,
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise UnsupportedError(f"{what} within {LIMIT:.0f} seconds") from None
+    if done.returncode != 0:
+        raise UnsupportedError(f"{what}: {_reason(done.returncode, done.stderr.decode(errors='replace'))}")
+    ids: list[int] = parse_json(done.stdout.splitlines()[-1], what, UnsupportedError)
     return ids
 
 
@@ -46,16 +43,15 @@ def _reason(code: int, said: str) -> str:
 
 
 def main() -> None:
-    """Run as a process: the file and the place of the answer as arguments, the text on standard input."""
+    """Run as a process: the file as argument, the text on standard input, the ids on standard output."""
     import resource
 
     import llama_cpp
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    path, answer = sys.argv[1:]
-    model = llama_cpp.Llama(model_path=path, vocab_only=True, verbose=True)
+    model = llama_cpp.Llama(model_path=sys.argv[1], vocab_only=True, verbose=True)
     ids = model.tokenize(sys.stdin.buffer.read(), add_bos=False, special=False)
-    Path(answer).write_text(json.dumps(ids), encoding="utf-8")
+    sys.stdout.write(f"\n{json.dumps(ids)}")
 
 
 if __name__ == "__main__":
