@@ -119,7 +119,7 @@ def model_name(source: Source) -> str:
 
 
 @dataclass(frozen=True)
-class _Filled:
+class Filled:
     """The slots of a file by name, each with transformers' names of its parts -> the checkpoint's."""
 
     source: Source
@@ -132,7 +132,7 @@ class _Filled:
 
 def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = None, weighted: bool = False) -> Plan:
     """Plan a file from headers only, with `types` of single tensors; `weighted`: there will be an importance."""
-    filled = _filled(source)
+    filled = fill_slots(source)
     source, row, shape = filled.source, filled.architecture, filled.shape
     if extra := filled.unplaced:
         raise UnsupportedError(
@@ -163,12 +163,8 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
     return Plan(source, row, shape, tuple(tensors), choices, filled.scalars)
 
 
-def unplaced(source: Source) -> list[str]:
-    """Return the tensors that a file has no place for; raise UnsupportedError, SourceError."""
-    return _filled(source).unplaced
-
-
-def _filled(source: Source) -> _Filled:
+def fill_slots(source: Source) -> Filled:
+    """Find the tensors of each slot; raise UnsupportedError, SourceError."""
     row = find_architecture(source)
     source = unstacked(source, row)
     shape = read_shape(source)
@@ -195,7 +191,7 @@ def _filled(source: Source) -> _Filled:
     used |= {row.head} if shape.tied else set()
     extra = [name for name in source.tensors if name not in used and not name.endswith(IGNORED)]
     extra = [name for name in extra if not guesses_further(name, source, shape.blocks)]
-    return _Filled(source, row, shape, scalars, slots, extra)
+    return Filled(source, row, shape, scalars, slots, extra)
 
 
 def _names(part: str, row: Architecture) -> Iterator[str]:

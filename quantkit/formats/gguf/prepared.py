@@ -8,7 +8,7 @@ from quantkit.checkpoints.rows import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import EMBEDDING, of_config
-from quantkit.formats.gguf.plan import unplaced
+from quantkit.formats.gguf.plan import fill_slots
 from quantkit.formats.gguf.slots import is_taken
 from quantkit.models.overrides import Multipliers, OverriddenSource, multiplied, padded, rows_times
 from quantkit.models.source import Source
@@ -83,7 +83,7 @@ def _without_zero_biases(source: Source) -> Source:
     biases = {name for name, info in stored if name.endswith(".bias") and len(info.shape) == 1 and info.dtype in FLOATS}
     extra: list[str] = []
     with suppress(SourceError, UnsupportedError):  # which the plan of the file raises again
-        extra = unplaced(source) if biases else []
+        extra = fill_slots(source).unplaced if biases else []
     idle = [name for name in extra if name in biases and not source.floats(name).any()]
     if not idle:
         return source
