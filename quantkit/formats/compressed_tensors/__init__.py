@@ -22,7 +22,7 @@ from quantkit.formats._grouped_codes import HEAD
 from quantkit.formats._packed_layers import LayerReader, Packing
 from quantkit.formats._quantization_config import quantization_of, recognizes, source_quantization
 from quantkit.formats.compressed_tensors import packed, scaled
-from quantkit.formats.compressed_tensors.config_groups import METHOD, one_by_one, refuse_unfound_layers
+from quantkit.formats.compressed_tensors.groups import METHOD, one_by_one, refuse_unfound_layers
 from quantkit.formats.compressed_tensors.packed import PACKING
 from quantkit.formats.compressed_tensors.scaled import KINDS, ScaledPacking, is_scaled, scheme_of
 from quantkit.models.skeleton import Skeleton

@@ -19,7 +19,7 @@ from quantkit.formats._bit_packing import pack_string, unpack_string, words
 from quantkit.formats._grouped_codes import HEAD, OTHERS, GroupedPacking
 from quantkit.formats._packed_layers import AGAIN, Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched
-from quantkit.formats.compressed_tensors.config_groups import CLASS, METHOD, Group, groups_of, quantization
+from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, Group, groups_of, quantization
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import shown
 

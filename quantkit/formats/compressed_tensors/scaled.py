@@ -37,13 +37,7 @@ from quantkit.formats._packed_layers import (
     write_layers,
 )
 from quantkit.formats._quantization_config import Untouched, quantization_of, refuse_other_dtypes, untouched
-from quantkit.formats.compressed_tensors.config_groups import (
-    CLASS,
-    METHOD,
-    groups_of,
-    quantization,
-    refuse_unfound_layers,
-)
+from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, groups_of, quantization, refuse_unfound_layers
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.numerics.scaled.weight import InputRounding, ScaledWeight

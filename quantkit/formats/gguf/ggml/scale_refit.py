@@ -76,31 +76,18 @@ def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor
             part, g = slice(j * size, (j + 1) * size), b * each + j
             for whole, directions, unit, least, largest in numbers:
                 direction = directions[:, part]
-                step = _better(whole[:, g], direction, near[:, part], inner[part, part], unit, least, largest)
+                gain = (direction * near[:, part]).sum(1)
+                curve = ((direction @ inner[part, part]) * direction).sum(1)
+                best = gain / (unit * curve)
+                best = torch.where(torch.isfinite(best), best, 0.0)
+                step = (whole[:, g] + best).round().clamp(least, largest) - whole[:, g]
+                moved_by = step * unit
+                step = torch.where(2 * moved_by * gain - moved_by.square() * curve > 0, step, 0.0)  # the error is lower
                 whole[:, g] += step
                 change = (step * unit)[:, None] * direction
                 near -= change @ inner[part]
                 moved[:, part] += change
         slope -= moved @ hessian[block]
-
-
-def _better(
-    now: torch.Tensor,
-    direction: torch.Tensor,
-    slope: torch.Tensor,
-    square: torch.Tensor,
-    unit: torch.Tensor,
-    least: int,
-    largest: int,
-) -> torch.Tensor:
-    """Return the step (n,) of whole numbers `now` (n,) that lowers the error most; one moves V by unit * direction."""
-    gain = (direction * slope).sum(1)
-    curve = ((direction @ square) * direction).sum(1)
-    best = gain / (unit * curve)
-    best = torch.where(torch.isfinite(best), best, 0.0)
-    step = (now + best).round().clamp(least, largest) - now
-    moved = step * unit
-    return torch.where(2 * moved * gain - moved.square() * curve > 0, step, 0.0)
 
 
 def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> None:
