@@ -14,13 +14,13 @@ from typing import Any
 
 SPACE = "\u2581"
 UNKNOWN_PENALTY = 10.0  # below the worst score
+LACKING = "the step {}, which llama.cpp lacks"
 
 
 def spm_scores(model: dict[str, Any]) -> dict[str, float]:
     """Return scores by text: minus the place of the first merge that makes the token, the lowest for no merge."""
     first: dict[str, float] = {}
-    for rank, merge in enumerate(model["merges"]):
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
+    for rank, (left, right) in enumerate(merge_pairs(model)):
         first.setdefault(left + right, -float(rank))
     last = -float(len(model["merges"]))
     return {text: first.get(text, last) for text in model["vocab"]}
@@ -29,13 +29,9 @@ def spm_scores(model: dict[str, Any]) -> dict[str, float]:
 def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix: bool) -> list[int]:
     """Tokenize `text` as the ``llama`` model does; characters without a token become their UTF-8 bytes."""
     symbols = list(((" " if prefix else "") + text).replace(" ", SPACE))
-    while True:
-        pairs = [left + right for left, right in pairwise(symbols)]
-        joinable = [(scores[pair], -at) for at, pair in enumerate(pairs) if pair in ids]
-        if not joinable:
-            break
-        at = -max(joinable)[1]
-        symbols[at : at + 2] = [pairs[at]]
+    while found := [(scores[a + b], -at) for at, (a, b) in enumerate(pairwise(symbols)) if a + b in ids]:
+        at = -max(found)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
     tokens: list[int] = []
     for symbol in symbols:
         tokens += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
@@ -73,10 +69,6 @@ class Unigram:
     prefix: bool
     merges_blanks: bool
 
-    @property
-    def scores(self) -> dict[str, float]:
-        return {text: score for text, (_, score) in self.pieces.items()}
-
     def tokens(self, text: str) -> list[int]:
         text = self._normalized(text)
         lowest = min(score for _, score in self.pieces.values()) - UNKNOWN_PENALTY
@@ -89,11 +81,10 @@ class Unigram:
                 if end - start == 1 or number != self.unknown:
                     endings.append((before + score, [*ids, number]))
             best.append(max(endings, key=lambda item: item[0]))
-        return [
-            number
-            for number, run in groupby(best[-1][1])
-            for _ in ([0] if number == self.unknown else run)  # neighbouring unknown ones are one
-        ]
+        tokens: list[int] = []
+        for number, run in groupby(best[-1][1]):
+            tokens += [number] if number == self.unknown else run  # neighbouring unknown ones are one
+        return tokens
 
     def _normalized(self, text: str) -> str:
         if self.charsmap is not None:
@@ -106,12 +97,12 @@ class Unigram:
         return (" " * self.prefix + text).replace(" ", SPACE)
 
 
-def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram | str:
-    """Read the ``model`` part and the steps of a tokenizer.json, or return the step that llama.cpp lacks."""
+def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram:
+    """Read the ``model`` part and the steps of a tokenizer.json; raise ValueError for one that llama.cpp lacks."""
     if model.get("byte_fallback"):
-        return "unigram with byte fallback"
+        raise ValueError(LACKING.format("unigram with byte fallback"))
     if model.get("unk_id") is None:
-        return "unigram without an unknown token"
+        raise ValueError(LACKING.format("unigram without an unknown token"))
     charsmap, prefix, merges = None, False, False
     for step in steps:
         kind = step["type"]
@@ -122,7 +113,7 @@ def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram 
         elif _merges_blanks(step):
             merges = True
         elif kind != "WhitespaceSplit":
-            return kind
+            raise ValueError(LACKING.format(kind))
     pieces = {text: (number, float(score)) for number, (text, score) in enumerate(model["vocab"])}
     return Unigram(pieces, int(model["unk_id"]), charsmap, prefix, merges)
 

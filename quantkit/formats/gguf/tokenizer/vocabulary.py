@@ -19,6 +19,7 @@ from typing import Any
 from quantkit.checkpoints.side_files import GENERATION
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.tokenizer.algorithms import (
+    LACKING,
     SPACE,
     Unigram,
     gemma4_tokens,
@@ -211,10 +212,9 @@ def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algor
         return Algorithm("gpt2", name, merges=pairs, notes=notes)
     if model["type"] == "Unigram":
         unigram = read_unigram(model, steps)
-        if isinstance(unigram, str):
-            raise ValueError(f"the step {unigram}, which llama.cpp lacks")
+        scores = {text: score for text, (_, score) in unigram.pieces.items()}
         notes = _compare(tokenizer, unigram.tokens)
-        return Algorithm("t5", scores=unigram.scores, space_prefix=unigram.prefix, unigram=unigram, notes=notes)
+        return Algorithm("t5", scores=scores, space_prefix=unigram.prefix, unigram=unigram, notes=notes)
     raise ValueError(f"the kind {model['type']}. Known: byte-level BPE, BPE with byte fallback, and unigram")
 
 
@@ -293,7 +293,7 @@ def _space_prefix(steps: list[dict[str, Any]]) -> bool:
         elif step["type"] == "Split" and step.get("pattern") == {"String": " "}:
             continue  # the spaces are replaced before
         elif step["type"] != "Replace" or step.get("content") != SPACE:
-            raise ValueError(f"the step {step['type']}, which llama.cpp lacks")
+            raise ValueError(LACKING.format(step["type"]))
     return prefix
 
 
