@@ -301,7 +301,7 @@ def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
             for ordered in (False, True) if packing.orders_columns else (False,):
                 words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
                 layout = Layout(bits, 128, symmetric, ordered)
-                only = {"vllm": "cards"} if bits == 8 else {}  # its CPU build has no kernel
+                only = {"vllm": "GPUs"} if bits == 8 else {}  # its CPU build has no kernel
                 found.append(Kind(str(bits), words, packing.quantization(layout, Untouched()), only))
     return tuple(found)
 
@@ -311,7 +311,7 @@ def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
     found = []
     for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
         layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
-        only = {"vllm": "cards"}  # its CPU build has a kernel for 4 bits alone
+        only = {"vllm": "GPUs"}  # its CPU build has a kernel for 4 bits alone
         found.append(Kind("auto", f"symmetric, {words}", packing.quantization(layout, Untouched()), only))
     return tuple(found)
 

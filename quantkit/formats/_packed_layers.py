@@ -257,10 +257,10 @@ def several_kinds(folder: Path, quantization: str) -> UnsupportedError:
 
 
 class RowsReader(FolderReader):
-    """A source only, dequantized row by row. `shapes` are those of the values; `beside` are the tensors with scales."""
+    """A source only, dequantized row by row."""
 
-    shapes: dict[str, tuple[int, ...]]
-    beside: set[str]
+    shapes: dict[str, tuple[int, ...]]  # of the values of quantized tensors
+    scale_names: set[str]  # tensors with scales
     called: str
 
     @abstractmethod
@@ -268,7 +268,7 @@ class RowsReader(FolderReader):
         """Return a reader of rows of a quantized tensor; raise ArtifactError if its scales are not finite."""
 
     def names(self) -> list[str]:
-        return sorted({*self.known, *self.shapes} - self.beside)
+        return sorted({*self.known, *self.shapes} - self.scale_names)
 
     def read(self, name: str) -> torch.Tensor | Rows:
         shape = self.quantized_shape(name)

@@ -53,8 +53,8 @@ transformers, with `pip install bitsandbytes`:
 # Where a processor has AVX-512 with bfloat16, codes are laid out anew before the first product, or an assertion fails.
 ROW_UNIT = 32
 RUN = 64  # columns that share a scale; with a part of one in a row, values are wrong, or a shape error comes
-FOR_CARDS = (
-    f"bitsandbytes computes it on cards only: processors want columns in multiples of {RUN}, and those that have "
+ONLY_ON_GPUS = (
+    f"bitsandbytes computes it on GPUs only: processors want columns in multiples of {RUN}, and those that have "
     f"AVX-512 with bfloat16 rows in multiples of {ROW_UNIT}"
 )
 
@@ -132,7 +132,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
         rows, columns = shapes[misfits[0]]
         notes.append(
             f"{len(misfits)} of {len(shapes)} quantized layers, such as {misfits[0]} ({rows} x {columns} weights): "
-            f"{FOR_CARDS}. Judge there with --engine reference"
+            f"{ONLY_ON_GPUS}. Evaluate it with --engine reference"
         )
     return Checked(
         int(quantized * 4.6 / 8 + (source.parameters - quantized) * 2 + 50_000_000),
@@ -203,8 +203,8 @@ class _Int8Reader(RowsReader):
         super().__init__(folder, files)
         codes = [name for name in self.known if name.endswith(".weight") and self.stored.dtype(name) == "int8"]
         self.shapes = {name: self._shape_of(name) for name in sorted(codes)}
-        self.beside = {name for name in self.known if name.rpartition(".")[2] in (SCALES, ORDER)}
-        for name in sorted(self.beside):
+        self.scale_names = {name for name in self.known if name.rpartition(".")[2] in (SCALES, ORDER)}
+        for name in sorted(self.scale_names):
             if (weight := f"{name.rpartition('.')[0]}.weight") not in self.shapes:
                 raise ArtifactError(f"{folder} has {name} without codes of int8 in {weight}. {AGAIN}")
 
@@ -224,7 +224,7 @@ class _Int8Reader(RowsReader):
             and int(self.stored.read(order)) == 0
         ):
             raise ArtifactError(
-                f"{self.folder}: {order} is not 0: the codes of {name} lie in an order for one kind of card. Load and "
+                f"{self.folder}: {order} is not 0: the codes of {name} lie in an order for one kind of GPU. Load and "
                 "save it with bitsandbytes 0.45 or newer."
             )
         return shape
@@ -289,7 +289,7 @@ def _refuse_misfits(artifact: Artifact, _dtype: str | None, device: str) -> None
         shape = reader.quantized_shape(name)
         if shape is not None and not computed_by_processors(shape[0], shape[1], units):
             raise EngineError(
-                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {FOR_CARDS}. Judge with "
+                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {ONLY_ON_GPUS}. Evaluate with "
                 "--engine reference."
             )
 
@@ -316,7 +316,7 @@ FORMAT = Format(
     writer=_write,
     open_quantized=_open_quantized,
     kinds=(Kind("4", "NF4"), Kind("4", "NF4, double quantization")),
-    refusals=lambda _quantization: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
+    refusals=lambda _quantization: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA GPUs only"},
     servers={"sglang": "", "tgi": "--quantize bitsandbytes-nf4"},
     recorded_options=_recorded_options,
     usage=USAGE,

@@ -47,7 +47,7 @@ class _Reader(RowsReader):
         self.shapes = {name: self.stored.shape(name) for name in sorted(self.known) if self.stored.dtype(name) == CODES}
         self._scales = {name: self._scale_of(name) for name in self.shapes}
         scales = set(self._scales.values())
-        self.beside = scales | {name for name in self.known if name.endswith(LEFT_OUT)}
+        self.scale_names = scales | {name for name in self.known if name.endswith(LEFT_OUT)}
         for name in sorted(self.known):
             dtype = self.stored.dtype(name)
             if name not in self.shapes and name not in scales and dtype.startswith("float8"):

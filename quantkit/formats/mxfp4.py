@@ -37,9 +37,9 @@ class _Reader(RowsReader):
         super().__init__(folder, files)
         stacks = [name.removesuffix(BLOCKS) for name in sorted(self.known) if name.endswith(BLOCKS)]
         self.shapes = {name: self._shape_of(name) for name in stacks}
-        self.beside = {name + part for name in stacks for part in (BLOCKS, SCALES)}
+        self.scale_names = {name + part for name in stacks for part in (BLOCKS, SCALES)}
         for name in sorted(self.known):
-            if name.endswith(SCALES) and name not in self.beside:
+            if name.endswith(SCALES) and name not in self.scale_names:
                 raise ArtifactError(f"{folder} lacks the tensor {name.removesuffix(SCALES)}{BLOCKS}. {AGAIN}")
 
     def _shape_of(self, name: str) -> tuple[int, ...]:

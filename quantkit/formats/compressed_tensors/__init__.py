@@ -78,14 +78,14 @@ def _refuse_misread(artifact: Artifact, dtype: str | None, _device: str) -> None
     if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
         raise EngineError(
             f"{artifact.folder}: compressed-tensors makes bfloat16 of {kind}, and the engine transformers cannot "
-            f"compute it in {dtype}. Leave --dtype out, or judge with --engine reference."
+            f"compute it in {dtype}. Leave --dtype out, or evaluate with --engine reference."
         )
     if kind in MISREAD_EXPERTS:
         names = StoredTensors(artifact.folder, artifact.manifest.weight_files).names()
         if expert := next((name for name in names if expert_of(name)), None):
             raise EngineError(
                 f"{artifact.folder}: transformers stacks experts, and reads those of {kind}, such as {expert}, wrongly "
-                "or not at all. Judge with --engine reference."
+                "or not at all. Evaluate with --engine reference."
             )
 
 

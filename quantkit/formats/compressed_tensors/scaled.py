@@ -48,7 +48,7 @@ SCALE, DIVISOR, PACKED, ZEROS = "weight_scale", "weight_global_scale", "weight_p
 BESIDE = ("input_scale", "input_zero_point", "input_global_scale", ZEROS, "weight_shape")
 NAIVE = "naive-quantized"  # the format whose values only the type tells
 MOST_BLOCK = 1 << 24  # rows or columns
-KERNEL_STEP = 16  # rows and columns of 8-bit layers that vLLM multiplies on a card
+KERNEL_STEP = 16  # rows and columns of 8-bit layers that vLLM multiplies on a GPU
 NO_EXPONENT = 255  # E8M0's NaN
 
 
@@ -300,7 +300,7 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
 def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]:
     for name, (n, k) in linears.items():
         if n % KERNEL_STEP or k % KERNEL_STEP:
-            return (f"vLLM on a card would refuse this artifact: {name} is {n} x {k}, no multiples of {KERNEL_STEP}",)
+            return (f"vLLM on a GPU would refuse this artifact: {name} is {n} x {k}, no multiples of {KERNEL_STEP}",)
         if n % rows:
             return (f"vLLM would refuse to compute {name} and its neighbours as one: {n} rows are no blocks of {rows}",)
     return ()
@@ -315,7 +315,7 @@ def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abstr
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
     """Return by engine why it cannot load a folder of this `quantization_config`."""
-    return {"vllm": "vLLM computes 4-bit floats on cards only"} if scheme_of(stored).kind.bits == 4 else {}
+    return {"vllm": "vLLM computes 4-bit floats on GPUs only"} if scheme_of(stored).kind.bits == 4 else {}
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:

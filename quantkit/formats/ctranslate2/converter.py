@@ -39,7 +39,7 @@ def write_model(source: Source, folder: Path, kind: str, progress: Progress | No
     _convert(source, folder, kind, progress or Progress())
     tokenizer = source.tokenizer()
     keep_tokenizer(tokenizer, folder)  # config.json is now CTranslate2's own
-    _mend_settings(folder, tokenizer)
+    _fix_settings(folder, tokenizer)
 
 
 def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> None:
@@ -140,12 +140,12 @@ def _has_scales(spec: Any, name: str) -> bool:
     return hasattr(index_spec(spec, scope), f"{leaf}_scale")
 
 
-def _mend_settings(folder: Path, tokenizer: Any) -> None:
+def _fix_settings(folder: Path, tokenizer: Any) -> None:
     """Fix two faults of the converter: null for a missing special token, tokens moved over unused ids."""
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    mended = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
-    path.write_text(json.dumps(mended, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    fixed = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
+    path.write_text(json.dumps(fixed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     path = folder / "vocabulary.json"
     written = json.loads(path.read_text(encoding="utf-8"))
     places = tokenizer.get_vocab()

@@ -221,7 +221,7 @@ def _pack(
         name = next(iter(tensor.parts), tensor.name)
         raise SourceError(
             f"{source.model}: the tensor {name} cannot be stored as {tensor.type}: {error}. "
-            f"Choose other bits, or mend the checkpoint{'' if importance is None else ' or the importance'}."
+            f"Choose other bits, or fix the checkpoint{'' if importance is None else ' or the importance'}."
         ) from None
 
 

@@ -122,7 +122,7 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
-    with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError, "Mend tokenizer.json."):
+    with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError, "Fix tokenizer.json."):
         _refuse_ids(source, tokenizer, size)
         data = json.loads(backend.to_str())
         algorithm = _algorithm(source.architecture, tokenizer, data)
@@ -148,7 +148,7 @@ def _suppressed(source: Source, size: int) -> list[int]:
         return []
     if not isinstance(given, list) or any(type(number) is not int for number in given):
         raise UnsupportedError(
-            f"{source.model}: generation_config.json has suppress_tokens = {shown(given)}, no list of ids. Mend it."
+            f"{source.model}: generation_config.json has suppress_tokens = {shown(given)}, no list of ids. Fix it."
         )
     return [number for number in given if 0 <= number < size]
 
