@@ -89,7 +89,6 @@ _STATES = weights("model.altup_projections.{state}", "model.altup_unembed_projec
 
 
 def _head(config: Any, kind: str) -> int:
-    """The values of a head in blocks of that kind."""
     return int(config.per_layer_config[list(config.layer_types).index(kind)].head_dim)
 
 

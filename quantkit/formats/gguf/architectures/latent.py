@@ -65,7 +65,6 @@ def stack_of_heads(attention: str) -> Stack:
 
 
 def _rows_of_head(config: Any, _block: int) -> tuple[int, int]:
-    """Of keys and of values."""
     return config.qk_nope_head_dim, config.v_head_dim
 
 
@@ -90,7 +89,7 @@ LATENT_KEYS: dict[str, Setting] = {
 
 
 def _is_lite(config: Any) -> bool:
-    """Whether llama.cpp takes a model, by its number of blocks, for one without a rank of the queries."""
+    """Return whether llama.cpp takes a model, by its number of blocks, for one without a rank of the queries."""
     return config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
 
 
@@ -113,7 +112,7 @@ _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 
 def _depth(config: Any) -> float:
-    """What each block adds is multiplied by, beside the factor that llama.cpp has fixed."""
+    """Return the factor of what each block adds, besides the one that llama.cpp has fixed."""
     return float(config.scale_depth / _MINICPM["scale_depth"])
 
 
@@ -149,7 +148,7 @@ _POWER_OF_TWO = require(
 
 
 def _of(kind: str, setting: Setting) -> Callable[[Any], Any]:
-    """A setting of the first block of a kind, or of the first of all; what differs by block stands there alone."""
+    """Return a setting of the first block of a kind, or of the first of all."""
 
     def first(config: Any) -> Any:
         kinds = list(config.layer_types)

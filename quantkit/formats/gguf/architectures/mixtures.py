@@ -59,7 +59,7 @@ _EVERY_FOURTH: RequiredConfig = {"layer_types": every_fourth(FULL, SLIDING)}
 
 
 def is_dense(config: Any, block: int) -> bool:
-    """Whether a block has no experts, by `mlp_layer_types`."""
+    """Return whether a block has no experts, by `mlp_layer_types`."""
     return list(config.mlp_layer_types)[block : block + 1] == ["dense"]
 
 
@@ -73,12 +73,12 @@ DENSE_BLOCKS: dict[str, Setting] = {
 
 
 def before_experts(config: Any, block: int) -> bool:
-    """Whether a block has no experts, where config.json counts those as `first_k_dense_replace`."""
+    """Return whether a block has no experts, by `first_k_dense_replace`."""
     return bool(block < config.first_k_dense_replace)
 
 
 def in_dense_layers(config: Any, block: int) -> bool:
-    """The same, where it counts them as `num_dense_layers`."""
+    """Return whether a block has no experts, by `num_dense_layers`."""
     return bool(block < config.num_dense_layers)
 
 
@@ -98,7 +98,7 @@ def routed(gating: int, shared: str = "n_shared_experts") -> dict[str, Setting]:
 
 
 def _weighed(scale: str) -> dict[str, Setting]:
-    """The keys of experts whose weights are sigmoids that are made to sum to a setting."""
+    """Return the keys of experts whose weights are sigmoids that sum to the setting `scale`."""
     return {
         "expert_weights_scale": lambda config: float(getattr(config, scale)),
         "expert_weights_norm": True, "expert_gating_func": SIGMOID,
@@ -150,7 +150,7 @@ _SOME_SLIDE = require(
 
 
 def _window_or_none(config: Any) -> int:
-    """Without a window llama.cpp must not be told of one."""
+    """Return the window, or 0 if no block has one, as llama.cpp wants it."""
     return (config.sliding_window or 0) if SLIDING in config.layer_types else 0
 
 

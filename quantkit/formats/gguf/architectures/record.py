@@ -171,7 +171,7 @@ class Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """The keys of a file, without the architecture's name in front, instead of or beside the common ones."""
+    """The keys of a file, without the architecture's name in front, besides or instead of the common ones."""
 
     keys: Mapping[str, Setting] = field(default_factory=dict)
     gate: Setting = 1  # the gates of a query head
@@ -248,7 +248,7 @@ def unless(condition: Callable[[Any, int], Any]) -> Callable[[Any, int], bool]:
 
 
 def windows(every: int | None) -> dict[str, Setting]:
-    """Keys of the window and, where it is not that of all blocks but every so many-th, of the blocks that have it."""
+    """Return keys of the window and of the blocks that have it, if not all but every so many-th."""
 
     def pattern(config: Any) -> list[bool] | None:
         windows = [kind == SLIDING for kind in config.layer_types]
@@ -264,7 +264,7 @@ def one_or_list(numbers: Sequence[int]) -> int | list[int]:
 
 
 def require(holds: Callable[[Any], Any], otherwise: str) -> Check:
-    """Return a check of a configuration, which is {0} in the message."""
+    """Return a check that reports `otherwise`, where {0} is the configuration."""
     return lambda config: None if holds(config) else otherwise.format(config)
 
 

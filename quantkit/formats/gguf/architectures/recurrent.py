@@ -123,7 +123,7 @@ _DELTA = "linear_attn"
 
 
 def _sections(config: Any) -> list[int]:
-    """Of the rotated values, by the coordinate of an image; of text all coordinates are the same."""
+    """Return the rotated values by coordinate of an image; a text has one coordinate."""
     given = list((config.rope_parameters or {}).get("mrope_section") or (11, 11, 10))
     return [*given, 0, 0, 0, 0][:4]
 
@@ -214,7 +214,6 @@ def _is(kind: str) -> Any:
 
 
 def _nemotron_inners(config: Any) -> list[int]:
-    """Of each block, 0 without a feed-forward layer."""
     inner = config.moe_intermediate_size if "moe" in config.layers_block_type else config.intermediate_size
     return [int(inner) * (kind in ("mlp", "moe")) for kind in config.layers_block_type]
 
