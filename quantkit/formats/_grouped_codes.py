@@ -41,7 +41,6 @@ from quantkit.formats._quantization_config import (
     source_quantization,
     untouched,
 )
-from quantkit.formats._vllm import GROUP_SIZES, tensor_parallel_notes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of, weight_name
 from quantkit.models.source import Source
 from quantkit.numerics.grid import fit_grid, round_to_grid
@@ -49,6 +48,11 @@ from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.untrusted import shown, whole_number
 
 MOST_COLUMNS = 1 << 24  # of a group
+UNIT = 32  # rows and columns of what each processor of vLLM holds
+PARALLEL_SIZES = (2, 4, 8)
+GROUP_SIZES = (128, 64, 32)
+# Layers whose columns engines share out among processors (tensor parallel); of all others they share out the rows.
+SPLIT_COLUMNS = ("o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
 LARGEST_SCALE = torch.finfo(torch.float16).max  # where numerics/grid.py cuts scales off
 OTHERS = ""  # stands for all layers without a name of their own
 IN_REFERENCE = Loading(weights="packed", packed_bits=("2", "3", "4"))  # codes that torch's int4 kernel takes
@@ -365,11 +369,37 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     codes = sum(n * k * layout.bits_of(name) for name, (n, k) in linears.items())
     nbytes = int((codes + quantized * 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
-    notes = [*packing.notes(layout), *tensor_parallel_notes(linears, group_size)]
+    notes = [*packing.notes(layout), *_vllm_notes(linears, group_size)]
     plan = replace(layout, group_size=group_size, least_zero=packing.least_zero)
     if layout.head_bits is not None:
         notes += _head_notes(source, skeleton, packing, plan)
     return Checked(nbytes, {"group_size": group_size}, tuple(notes), plan)
+
+
+def _vllm_notes(linears: Mapping[str, tuple[int, int]], group_size: int | str) -> tuple[str, ...]:
+    """Note what vLLM would refuse of a valid artifact: odd shapes, or some tensor parallel sizes."""
+    for name, (n, k) in linears.items():
+        if n % UNIT or k % UNIT:
+            return (f"vLLM would refuse this artifact: {name} is {n} x {k}, and it needs multiples of {UNIT}",)
+    refused = {size: reason for size in PARALLEL_SIZES if (reason := _cannot_split(linears, group_size, size))}
+    if not refused:
+        return ()
+    sizes = " or ".join(map(str, refused))
+    return (f"vLLM would refuse this artifact with tensor parallel size {sizes}: {next(iter(refused.values()))}",)
+
+
+def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str, size: int) -> str | None:
+    """Return why `size` processors cannot share the layers. Key and value heads are copied if they are too few."""
+    group = group_size if isinstance(group_size, int) and group_size > 0 else UNIT
+    by_columns = {name: k for name, (_, k) in linears.items() if name.split(".")[-2] in SPLIT_COLUMNS}
+    for name, (n, k) in linears.items():
+        if name in by_columns and k % (size * group):
+            smaller = (g for g in GROUP_SIZES if g < group and all(k % (size * g) == 0 for k in by_columns.values()))
+            hint = f"; group_size {fits} would" if (fits := next(smaller, None)) else ""
+            return f"the {k} columns of {name} do not split into {size} parts of whole groups of {group}{hint}"
+        if name not in by_columns and name.split(".")[-2] not in ("k_proj", "v_proj") and n % (size * UNIT):
+            return f"the {n} rows of {name} do not split into {size} parts of a multiple of {UNIT}"
+    return None
 
 
 def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout) -> None:
