@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.checkpoints.safetensors import TensorInfo
-from quantkit.contracts.format import Layout, QuantizedReader
+from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.registry import find_format, formats
 from quantkit.contracts.stored import NamedReader
 from quantkit.errors import ArtifactError, RecipeError, SourceError
@@ -27,7 +27,6 @@ from quantkit.untrusted import shown
 
 AGAIN = re.compile(r"(Convert again( with --force)?|Fetch the checkpoint again)\.")
 FETCH = "Fetch the files again if they are damaged. If not, quantkit does not support them: give the unquantized model."
-OpenQuantized = Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReader]
 
 
 class QuantizedCheckpoint(Checkpoint):
@@ -36,16 +35,17 @@ class QuantizedCheckpoint(Checkpoint):
     _other_codes: frozenset[str] = frozenset()  # of the tensors outside the text half, those that are quantized
 
     def __init__(
-        self, kind: str, read: OpenQuantized, folder: Path, model: str, revision: str | None, config: dict[str, Any],
+        self, kind: Format, folder: Path, model: str, revision: str | None, config: dict[str, Any],
         stored: dict[str, TensorInfo], said_in: str,
     ) -> None:  # fmt: skip
         self._latest: tuple[str, Rows] | None = None
-        self.format, self._said_in = kind, said_in.partition(":")[0]
+        assert kind.open_quantized is not None  # `open_folder` has refused the others
+        self.format, self._said_in = kind.name, said_in.partition(":")[0]
         plain = {key: value for key, value in config.items() if key not in KEYS}
         prefixes, files = prefixes_of(plain, stored), sorted({info.file for info in stored.values()})
         alone = plain if prefixes is None else config_of(plain, prefixes, stored)
         with _errors_of_source():
-            self.reader = read(folder, tuple(files), alone)
+            self.reader = kind.open_quantized(folder, tuple(files), alone)
             shapes = {name: self.reader.quantized_shape(name) for name in self.reader.names()}
         self.quantized = frozenset(name for name, shape in shapes.items() if shape is not None)
         if not self.quantized:
@@ -135,7 +135,7 @@ def open_folder(folder: Path, model: str, revision: str | None = None, only: str
             f"{model} is already quantized ({what}), in none of the formats that are read here: {known}. "
             "Give the unquantized model it was made from."
         )
-    return QuantizedCheckpoint(kind.name, kind.open_quantized, folder, model, revision, config, tensors, said_in)
+    return QuantizedCheckpoint(kind, folder, model, revision, config, tensors, said_in)
 
 
 @contextmanager

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
 from quantkit.formats.float import Checkpoint
@@ -19,9 +20,6 @@ from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
 from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, SUPPRESSED, read_vocabulary
 from quantkit.untrusted import shown
-
-if TYPE_CHECKING:
-    from quantkit.artifact import Artifact
 
 ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
 ROWS = ".vocab_size"
