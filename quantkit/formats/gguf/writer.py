@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from quantkit.formats.gguf.file_types import TABLES
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, make_plan, model_name
+from quantkit.formats.gguf.row_orders import RowReader
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
 from quantkit.models.source import Source
 from quantkit.system.processor import usable_cores
@@ -227,18 +228,14 @@ def _pack(
 
 def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], int]]:
     """Yield (rows, columns) float32 slabs in the file's order, each with the number of its part."""
-    if tensor.values is not None:
-        yield tensor.values.reshape(1, -1), 0
-        return
-    if not tensor.parts or tensor.slot is None:  # zeros
-        step = max(1, SLAB_BYTES // (4 * tensor.shape[-1]))
-        for start in range(0, tensor.rows, step):
-            yield np.zeros((min(step, tensor.rows - start), tensor.shape[-1]), np.float32), 0
-        return
-    rows, columns = tensor.rows // len(tensor.parts), tensor.shape[-1]
-    unit = 1 if tensor.slot.rows is None else file.plan.shape.heads.size
+    rows, columns, slot, values = tensor.rows // max(1, len(tensor.parts)), tensor.shape[-1], tensor.slot, tensor.values
+    unit = 1 if slot is None or slot.rows is None else file.plan.shape.heads.size
     step = max(1, SLAB_BYTES // (4 * columns) // unit) * unit
-    for part, name in enumerate(tensor.parts.values()):
-        read = tensor.slot.to_file(file.plan.source, name)
+    readers: Iterable[RowReader] = [lambda start, stop: np.zeros((stop - start, columns), np.float32)]
+    if values is not None:
+        readers = [lambda _start, _stop: values.reshape(1, -1)]
+    elif slot is not None and tensor.parts:
+        readers = (slot.to_file(file.plan.source, name) for name in tensor.parts.values())
+    for part, read in enumerate(readers):
         for start in range(0, rows, step):
             yield np.ascontiguousarray(read(start, min(start + step, rows))), part
