@@ -164,7 +164,10 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
 
     def unpack(self, parts: Parts, _bits: int) -> NormalFloatWeight:
         others = {part.removeprefix("weight."): tensor for part, tensor in parts.items() if part != "weight"}
-        return NormalFloatWeight(_as_bytes(parts["weight"]), others)
+        packed = parts["weight"]
+        if packed.shape[1:] == (1,):  # other tools store codes as any number type (`bnb_4bit_quant_storage`)
+            packed = packed.view(torch.uint8).reshape(-1, 1)
+        return NormalFloatWeight(packed, others)
 
     def type_name(self, _bits: int) -> str:
         return self._kind
@@ -182,11 +185,6 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
             value = weight.dense()
         origin = self._skeleton.origins.get(layer.name)
         return value.T if origin is not None and origin.transposed and origin.expert is None else value
-
-
-def _as_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """Return codes as uint8 [bytes, 1]; other tools store them as any number type (`bnb_4bit_quant_storage`)."""
-    return packed.view(torch.uint8).reshape(-1, 1) if packed.shape[1:] == (1,) else packed
 
 
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> LayerReader:

@@ -45,11 +45,6 @@ def _halves(count: int, heads: Heads) -> RowOrder:
     return np.concatenate([halves.swapaxes(1, 2).reshape(count, turned), rows[:, turned:]], 1).reshape(-1)
 
 
-def _thirds(heads: Heads) -> RowOrder:
-    """(heads, query key value, size): all queries first, then all keys, then all values."""
-    return np.arange(3 * heads.query * heads.size).reshape(heads.query, 3, heads.size).swapaxes(0, 1).reshape(-1)
-
-
 def _groups(heads: Heads) -> RowOrder:
     """(key heads, their queries and key and value, size): all queries first, then all keys, then all values."""
     rows = np.arange((heads.query + 2 * heads.key) * heads.size).reshape(heads.key, -1, heads.size)
@@ -73,7 +68,7 @@ def _of_groups(heads: Heads, gates: bool) -> RowOrder:
 
 QUERY_HALVES = Order(lambda heads: _halves(heads.query, heads), rotary=True)
 KEY_HALVES = Order(lambda heads: _halves(heads.key, heads), rotary=True)
-THIRDS, GROUPS = Order(_thirds), Order(_groups)
+GROUPS = Order(_groups)
 # Of a gated delta rule.
 _linear = partial(Order, heads=lambda shape: shape.linear_heads)
 TILED_HEADS = _linear(lambda heads: _tiled(heads, 1))

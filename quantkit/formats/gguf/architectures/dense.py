@@ -34,7 +34,7 @@ from quantkit.formats.gguf.architectures.record import (
     weights,
     windows,
 )
-from quantkit.formats.gguf.row_orders import GROUPS, THIRDS
+from quantkit.formats.gguf.row_orders import GROUPS
 from quantkit.formats.gguf.shapes import CONTEXT, INNER, KEY_HEADS
 
 
@@ -132,7 +132,7 @@ ROWS = (
         "gpt_neox", "gptneox", _both(*(f"attention.{part}" for part in _FUSED), *_FUSED_MLP, *NORMS),
         blocks="gpt_neox.layers", head="embed_out.weight", head_always=True,
         outside=("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias"),
-        transforms={"attention.query_key_value": Transform(THIRDS)},
+        transforms={"attention.query_key_value": Transform(GROUPS)},
         keys=layer_norm("layer_norm_eps") | {"use_parallel_residual": "use_parallel_residual"},
         required_config={"hidden_act": GELU, "attention_bias": True}, partial_rotary=True,
     ),
@@ -238,7 +238,7 @@ ROWS = (
     ),
     Architecture(
         "bloom", "bloom", _both(*(f"self_attention.{part}" for part in _FUSED), *_FUSED_MLP, *NORMS),
-        blocks="transformer.h", rope_types=(), transforms={"self_attention.query_key_value": Transform(THIRDS)},
+        blocks="transformer.h", rope_types=(), transforms={"self_attention.query_key_value": Transform(GROUPS)},
         outside=(
             "transformer.word_embeddings.weight",
             *(_both("transformer.word_embeddings_layernorm", "transformer.ln_f")),
