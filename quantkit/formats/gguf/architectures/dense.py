@@ -87,9 +87,6 @@ _GLM = Architecture(
     "glm", "chatglm", weights(*ATTENTION, *_GATE_AND_UP, *NORMS), head_always=True, keys=RMS, partial_rotary=True,
     per_block=(("attention_bias", QUERY_KEY_VALUE_BIASES),), rope_types=("default",), shapes=_TWO_INNER,
 )  # fmt: skip
-_HELIUM = Architecture(  # as llama, but for the rope, which turns neighbouring values in pairs
-    "helium", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",), required_config=UNBIASED_MLP
-)
 _ARCEE = Architecture(
     "arcee", "arcee", weights(*ATTENTION, *MLP[1:], *NORMS), transforms=ROTARY, keys=RMS,
     required_config={**UNBIASED_MLP, "hidden_act": "relu2"},
@@ -226,7 +223,9 @@ ROWS = (
         "seed_oss", "seed_oss", LLAMA, per_block=(("attention_bias", QUERY_KEY_VALUE_BIASES),), keys=RMS,
         required_config={"hidden_act": SILU, "attention_out_bias": False, "mlp_bias": False},
     ),
-    _HELIUM,
+    Architecture(  # as llama, but for the rope, which turns neighbouring values in pairs
+        "helium", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",), required_config=UNBIASED_MLP
+    ),
     Architecture(
         "ernie4_5", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",),
         required_config={"hidden_act": SILU, "use_bias": False},
