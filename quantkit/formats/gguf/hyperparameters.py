@@ -128,7 +128,7 @@ def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None
 
 
 def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict[str, Value]:
-    """Return the keys of groups of experts; one group if all are used, for which llama.cpp aborts."""
+    """Return the keys of expert groups, one group if all are used: llama.cpp aborts at that; raise UnsupportedError."""
     count, used = keys.get(GROUPS, 1), keys.get(GROUPS_USED)
     if not isinstance(count, int) or count <= 1:
         return {}
