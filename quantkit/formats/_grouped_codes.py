@@ -487,12 +487,9 @@ def recorded_options(packing: GroupedPacking, artifact: Artifact) -> Mapping[str
     stored, bits = packing.settings(quantization), packing.layer_bits(quantization)
     refuse_other_dtypes(artifact.folder, [name for name in manifest.tensor_types if not name.startswith("int")])
     ending, base = f".{packing.codes}", bits.get(OTHERS, stored.get("bits"))
-    names = (
-        name.removesuffix(ending)
-        for name in StoredTensors(artifact.folder, manifest.weight_files).names()
-        if name.endswith(ending)
-    )
-    every = {layer: bits.get(layer, base) for layer in names if layer != HEAD}
+    names = StoredTensors(artifact.folder, manifest.weight_files).names()
+    layers = (name.removesuffix(ending) for name in names if name.endswith(ending))
+    every = {layer: bits.get(layer, base) for layer in layers if layer != HEAD}
     # A recipe may have asked for the bits of any of them, or for a choice.
     said: dict[str, tuple[object, ...]] = {"bits": (*sorted(set(map(str, every.values())) or {str(base)}), "auto")}
     named = manifest.options.get("layer_bits")
