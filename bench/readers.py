@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from bench.folders import BenchError
-from quantkit.formats._packing import unpack_awq, unpack_columns, unpack_rows
+from quantkit.formats._bit_packing import unpack_awq, unpack_columns, unpack_rows
 from quantkit.formats.gguf.reader import read_file
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 

@@ -149,7 +149,7 @@ def take_any_tokenizer(monkeypatch):
 
     transformers gives every qwen2 checkpoint the steps of Qwen's tokenizer, whatever its file says.
     """
-    monkeypatch.setattr("quantkit.formats.gguf.tokenizer.vocabulary._pre_tokenizer", lambda *_: "gpt-2")
+    monkeypatch.setattr("quantkit.formats.gguf.tokenizer.vocabulary._pre_tokenizer", lambda *_: ("gpt-2", ()))
     monkeypatch.setattr(Checkpoint, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
 
 

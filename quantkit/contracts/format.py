@@ -150,7 +150,7 @@ class Kind:
     """One kind of what a format holds, as users of engines tell them apart.
 
     `bits` as they are asked for, `words` for what else it is told by; `quantization` is what config.json says of it.
-    `only`: where alone an engine that takes it does so, by engine, such as ``cards``.
+    `only`: where alone an engine that takes it does so, by engine, such as ``GPUs``.
     """
 
     bits: str

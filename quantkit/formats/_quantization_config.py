@@ -1,8 +1,7 @@
-"""What a folder says of how its layers are quantized, ours or another tool's; and what a folder of ours has to say.
+"""How a folder says that its layers are quantized: config.json's `quantization_config`, or a file of another tool.
 
-It is in config.json's `quantization_config`, as transformers defines it, or in a file of another tool's. AutoRound
-stores GPTQ's or AWQ's tensors under names of its own for them: https://github.com/intel/auto-round,
-auto_round/inference/backend.py, where `auto_round:auto_gptq` has "zp+-1" and `auto_round` has zero points as they are.
+AutoRound has names of its own for GPTQ's and AWQ's layouts (https://github.com/intel/auto-round,
+auto_round/inference/backend.py): `auto_round:auto_gptq` has "zp+-1", `auto_round` has zero points as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ AUTO_ROUND = {
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:
-    """`quantization_config` of the config.json in `folder`, which engines read; empty where there is none."""
+    """Return config.json's `quantization_config` in `folder`; empty if there is none."""
     try:
         values = read_object(folder / "config.json", ArtifactError).get(KEYS[0])
     except ArtifactError:
@@ -44,10 +43,7 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 
 
 def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """Return where any tool put a checkpoint's settings and, in the words of its format, what they are; None: nowhere.
-
-    Raises ArtifactError for a file that cannot be read, and for a layout of AutoRound that is not supported.
-    """
+    """Return where a checkpoint's settings are, and the settings, in the words of their format, if there are any."""
     config = read_object(folder / "config.json", ArtifactError)
     for key in KEYS:
         if (found := config.get(key)) is not None:
@@ -73,7 +69,7 @@ def _of_auto_round(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def layer_overrides(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what `dynamic` says of layers whose settings differ; which layers these are, their tensors show."""
+    """Return what `dynamic` says of single layers; the tensors show which layers these are."""
     dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise ArtifactError(f"dynamic is {shown(dynamic)}, not a mapping of layers to their settings")
@@ -82,15 +78,12 @@ def layer_overrides(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def recognizes(quant_method: str, path: Path) -> bool:
-    """Whether `path` is a folder whose config.json names this `quant_method`."""
+    """Return whether `path` is a folder whose config.json names this `quant_method`."""
     return quantization_of(path).get("quant_method") == quant_method
 
 
 def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
-    """Return the type that config.json has for what is not quantized.
-
-    Raises ArtifactError where one of the stored `types` is another: loaders would cast it.
-    """
+    """Return config.json's dtype; raise ArtifactError if a stored type is another, which loaders would cast."""
     dtype = read_object(folder / "config.json", ArtifactError, "Convert again.").get("dtype")
     for stored in types:
         if stored != dtype:
@@ -102,24 +95,20 @@ def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
 
 @dataclass(frozen=True)
 class Untouched:
-    """What is not quantized: `linears` of the model, and `modules` that readers do not leave alone by themselves.
+    """What is not quantized, by the names of files and of transformers."""
 
-    These hold tensors that are kept beside the model, or are layers that stay as they are. All have the names of the
-    files and, where those are others, of transformers' modules.
-    """
-
-    linears: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
+    linears: tuple[str, ...] = ()  # of the model
+    modules: tuple[str, ...] = ()  # that readers do not skip by themselves: beside the model, or layers that stay
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Regular expressions of the names of all inside the modules, with or without the base model's prefix."""
+        """Return regular expressions of all names inside the modules, with or without ``model.`` in front."""
         bare = sorted({name.removeprefix("model.") for name in self.modules})
         return tuple(rf"(model\.)?{re.escape(name)}(\..*)?$" for name in bare)
 
 
 def untouched(source: Source, skeleton: Skeleton) -> Untouched:
-    """What of the source's model is not quantized."""
+    """Return what of the source's model is not quantized."""
     from torch import nn
 
     quantized = skeleton.linears()
@@ -132,7 +121,7 @@ def untouched(source: Source, skeleton: Skeleton) -> Untouched:
 
 
 def _names(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[str]:
-    """The names that files and transformers have for layers of the skeleton."""
+    """Return the names that files and transformers have for layers of the skeleton."""
     found = []
     for name in layers:
         origin = skeleton.origins.get(f"{name}.weight")

@@ -1,13 +1,10 @@
-"""A checkpoint folder whose layers are quantized, as a source: one layer at a time is dequantized as it is read.
-
-Its values come as float32, whoever wrote it; what is not quantized comes as it is stored. Settings in
-config.json, or in a file of their own, name the format (_quantization_config.py).
-"""
+"""A quantized checkpoint folder as a source: layers are dequantized to float32 one at a time, as they are read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.checkpoints.safetensors import TensorInfo
-from quantkit.contracts.format import Layout, QuantizedReader
+from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.registry import find_format, formats
 from quantkit.contracts.stored import NamedReader
 from quantkit.errors import ArtifactError, RecipeError, SourceError
@@ -30,28 +27,26 @@ from quantkit.untrusted import shown
 
 AGAIN = re.compile(r"(Convert again( with --force)?|Fetch the checkpoint again)\.")
 FETCH = "Fetch the files again if they are damaged. If not, quantkit does not support them: give the unquantized model."
-OpenQuantized = Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReader]
 
 
 class QuantizedCheckpoint(Checkpoint):
-    """Such a folder. `reader` has the codes of the weights that are `quantized`, `format` is the format's name."""
+    """A quantized checkpoint. `reader` has the codes of the `quantized` weights; `format` is the format's name."""
 
     _other_codes: frozenset[str] = frozenset()  # of the tensors outside the text half, those that are quantized
 
     def __init__(
-        self, kind: str, read: OpenQuantized, folder: Path, model: str, revision: str | None, config: dict[str, Any],
+        self, kind: Format, folder: Path, model: str, revision: str | None, config: dict[str, Any],
         stored: dict[str, TensorInfo], said_in: str,
     ) -> None:  # fmt: skip
         self._latest: tuple[str, Rows] | None = None
-        self.format, self._said_in = kind, said_in.partition(":")[0]
+        assert kind.open_quantized is not None  # `open_folder` has refused the others
+        self.format, self._said_in = kind.name, said_in.partition(":")[0]
         plain = {key: value for key, value in config.items() if key not in KEYS}
         prefixes, files = prefixes_of(plain, stored), sorted({info.file for info in stored.values()})
         alone = plain if prefixes is None else config_of(plain, prefixes, stored)
-        try:
-            self.reader = read(folder, tuple(files), alone)
+        with _errors_of_source():
+            self.reader = kind.open_quantized(folder, tuple(files), alone)
             shapes = {name: self.reader.quantized_shape(name) for name in self.reader.names()}
-        except ArtifactError as error:
-            raise _of_source(error) from None
         self.quantized = frozenset(name for name, shape in shapes.items() if shape is not None)
         if not self.quantized:
             raise SourceError(
@@ -73,15 +68,13 @@ class QuantizedCheckpoint(Checkpoint):
 
     @property
     def hashed_files(self) -> list[str]:
-        """Also the file that says how the layers are quantized."""
         return list(dict.fromkeys((*super().hashed_files, self._said_in)))
 
     def is_dequantized(self, name: str) -> bool:
-        """Whether a tensor is quantized."""
         return name in self.quantized or name in self._other_codes
 
     def reading_bytes(self, name: str) -> int:
-        """Of a quantized layer: its codes as words of 64 bits, then as bytes, and its values."""
+        """Count codes as words of 64 bits, codes as bytes, and values."""
         return 17 * self.info(name).parameters if self.is_dequantized(name) else 0
 
     def _info(self, name: str, shape: tuple[int, ...], file: str) -> TensorInfo:
@@ -90,30 +83,21 @@ class QuantizedCheckpoint(Checkpoint):
 
     @property
     def quantization(self) -> str | None:
-        """How the layers are quantized."""
         return self.reader.quantization()
 
     def layout(self) -> Layout:
-        """What would hold the codes; raises SourceError for damaged ones, UnsupportedError where none are grouped."""
-        try:
+        with _errors_of_source():
             return self.reader.layout()
-        except ArtifactError as error:
-            raise _of_source(error) from None
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows of a tensor.
-
-        Of a quantized layer that its reader does not give in rows all values are in memory until another is read.
-        """
+        """Return bytes of rows. A layer that its reader does not read by rows is in memory until the next one."""
         if name not in self.quantized:
             return super().read_rows(name, start, stop)
-        try:
+        with _errors_of_source():
             if self._latest is None or self._latest[0] != name:
                 self._latest = None
                 self._latest = name, self._rows(name)
             values = self._latest[1].read(start, stop)
-        except ArtifactError as error:
-            raise _of_source(error) from None
         return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
     def _rows(self, name: str) -> Rows:
@@ -127,15 +111,10 @@ class QuantizedCheckpoint(Checkpoint):
 
 
 def open_folder(folder: Path, model: str, revision: str | None = None, only: str | None = None) -> Checkpoint:
-    """Open the checkpoint in `folder`, quantized or not, which the user calls `model`; raises SourceError.
-
-    `only` is the name of the one weight file that is the model, where a user gave it.
-    """
+    """Open the checkpoint in `folder`, quantized or not; `only` is the one weight file that a user named."""
     config, tensors = read_folder(folder, model, only)
-    try:
+    with _errors_of_source():
         said_in, quantization = source_quantization(folder)
-    except ArtifactError as error:
-        raise _of_source(error) from None
     codes = next((name for name in tensors if name.endswith(".qweight")), None)
     if codes is None and (quantization is None or said_in in FILES):
         return Checkpoint(folder, model, revision, config, tensors)
@@ -156,15 +135,19 @@ def open_folder(folder: Path, model: str, revision: str | None = None, only: str
             f"{model} is already quantized ({what}), in none of the formats that are read here: {known}. "
             "Give the unquantized model it was made from."
         )
-    return QuantizedCheckpoint(kind.name, kind.open_quantized, folder, model, revision, config, tensors, said_in)
+    return QuantizedCheckpoint(kind, folder, model, revision, config, tensors, said_in)
 
 
-def _of_source(error: ArtifactError) -> SourceError:
-    return SourceError(AGAIN.sub(FETCH, str(error)))
+@contextmanager
+def _errors_of_source() -> Iterator[None]:
+    try:
+        yield
+    except ArtifactError as error:
+        raise SourceError(AGAIN.sub(FETCH, str(error))) from None
 
 
 def _transposed(config: dict[str, Any]) -> frozenset[str]:
-    """Names of the tensors that transformers keeps the other way round (GPT-2's), where codes are (out, in)."""
+    """Return the tensors that transformers stores as (in, out), such as GPT-2's, where codes are (out, in)."""
     from quantkit.models.skeleton import open_skeleton
 
     origins = open_skeleton(config).origins.values()

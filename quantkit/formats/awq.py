@@ -1,7 +1,6 @@
-"""The AWQ checkpoint layout, GEMM version: 4 bits with zero points, groups of neighbouring columns.
+"""AWQ, GEMM version: 4 bits with zero points. Loaded by vLLM, transformers with gptqmodel, TGI.
 
 Per linear layer with weight (N, K): `qweight` int32 [K, N/8], `qzeros` int32 [K/g, N/8], `scales` float16 [K/g, N].
-Loaded by vLLM, transformers with gptqmodel, TGI.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 
 from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.errors import ArtifactError
-from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import GroupedPacking
-from quantkit.formats._layers import Parts, StoredLayer
-from quantkit.formats._packing import pack_awq, unpack_awq
+from quantkit.formats import _grouped_codes as grouped
+from quantkit.formats._bit_packing import pack_awq, unpack_awq
+from quantkit.formats._grouped_codes import GroupedPacking
+from quantkit.formats._packed_layers import Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched, recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import shown
@@ -26,7 +25,7 @@ FORMER = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 class _AwqPacking(GroupedPacking):
-    """Words of codes along the rows; zero points as they are."""
+    """Words of codes along the rows."""
 
     name = "awq"
     bits = (4,)
@@ -56,7 +55,6 @@ class _AwqPacking(GroupedPacking):
         return f"{name} has {rows} rows; AWQ's packing needs a multiple of 8" if rows % 8 else None
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """As AutoAWQ writes it."""
         return {
             "quant_method": "awq",
             "version": "gemm",

@@ -1,18 +1,15 @@
-"""4-bit NormalFloat checkpoints as transformers stores them for bitsandbytes.
+"""4-bit NormalFloat as transformers stores it for bitsandbytes.
 
-Per linear layer with weight (N, K): `weight` uint8 [N*K/2, 1] and, beside it, `weight.absmax`, `weight.quant_map`, with
-double quantization `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
-(numerics/normal_float.py has their shapes). All else is dense. Loaded by transformers with bitsandbytes.
+Per linear layer with weight (N, K): `weight` uint8 [N*K/2, 1], `weight.absmax`, `weight.quant_map`, with double
+quantization `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
+(shapes: numerics/normal_float.py). All else is dense.
 
-As sources also bitsandbytes' FP4, which differs in the table of values, and LLM.int8: `weight` int8 [N, K], `SCB`
-float32 [N], the largest value of each row, and `weight_format`, one uint8, 0 for rows side by side. A value is code
-times SCB / 127, as of bitsandbytes' int8_vectorwise_dequant (Dettmers et al., arXiv:2208.07339, section 2.1). Not
-supported: former versions' orders of codes for tensor cores (`weight_format` 1 to 3).
+Read as sources, too: FP4, which has another table of values, and LLM.int8: `weight` int8 [N, K], `SCB` float32 [N], the
+largest value of each row, and `weight_format`, one uint8, 0 for rows side by side (1 to 3, for tensor cores, are not
+supported). A value is code times SCB / 127 (int8_vectorwise_dequant; Dettmers et al., arXiv:2208.07339, section 2.1).
 
-Which layers transformers gives to bitsandbytes its own code says, asked on modules without weights: it replaces plain
-linear layers and GPT-2's Conv1D, and leaves alone subclasses such as FalconLinear, stacks of experts, the head, and
-what it keeps in float32. Source: transformers/integrations/bitsandbytes.py; `_convert_weight_packed_for_cpu` of
-bitsandbytes/functional.py, 0.50.
+transformers decides which layers bitsandbytes gets (transformers/integrations/bitsandbytes.py): plain linear layers and
+GPT-2's Conv1D, but no subclasses such as FalconLinear, stacks of experts, the head, or what it keeps in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from quantkit.contracts.format import Content, Format, Kind, Layout, Loading, Te
 from quantkit.contracts.run import Checked, Run
 from quantkit.contracts.stored import NamedReader, open_stored
 from quantkit.errors import ArtifactError, EngineError, UnsupportedError
-from quantkit.formats._layers import LayerReader, Packing, Parts, RowsReader, StoredLayer, write_layers
+from quantkit.formats._packed_layers import LayerReader, Packing, Parts, RowsReader, StoredLayer, write_layers
 from quantkit.formats._quantization_config import quantization_of, recognizes, refuse_other_dtypes, untouched
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, open_skeleton, refuse_shapes
 from quantkit.models.source import Source
@@ -56,31 +53,25 @@ transformers, with `pip install bitsandbytes`:
 # Where a processor has AVX-512 with bfloat16, codes are laid out anew before the first product, or an assertion fails.
 ROW_UNIT = 32
 RUN = 64  # columns that share a scale; with a part of one in a row, values are wrong, or a shape error comes
-FOR_CARDS = (
-    f"bitsandbytes computes it on cards only: processors want columns in multiples of {RUN}, and those that have "
+ONLY_ON_GPUS = (
+    f"bitsandbytes computes it on GPUs only: processors want columns in multiples of {RUN}, and those that have "
     f"AVX-512 with bfloat16 rows in multiples of {ROW_UNIT}"
 )
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """The weights that transformers lets bitsandbytes hold, by the skeleton's names, and those that stay `dense`.
-
-    `kept_in` says in what the first of those is kept. `skipped` are modules that it would replace and that are not
-    quantized, beside those it leaves out by itself, which count only where a file names none: empty, or all of them.
-    """
+    """Which weights transformers gives to bitsandbytes, by the skeleton's names."""
 
     quantized: tuple[str, ...]
     dense: tuple[str, ...]
-    kept_in: str
+    kept_in: str  # what the first dense one is kept in
+    # Modules that it would replace and that are not quantized. A file that names any also names those that it skips.
     skipped: tuple[str, ...]
 
 
 def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: Any = None) -> Replaced:
-    """What becomes of `linears`, the weights of our skeleton of a config.json; raises UnsupportedError for none at all.
-
-    `settings` is the configuration of transformers for `config`, where it was made before.
-    """
+    """Ask transformers which of `linears` it replaces, by `settings` or `config`; raise UnsupportedError for none."""
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -107,12 +98,12 @@ def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: 
 
 
 def computed_by_processors(rows: int, columns: int, units: bool = True) -> bool:
-    """Whether bitsandbytes computes a layer (rows, columns) on processors with (`units`) or without bfloat16 units."""
+    """Return whether bitsandbytes computes a layer on a CPU, with or without bfloat16 `units`."""
     return columns % RUN == 0 and (rows % ROW_UNIT == 0 or not units)
 
 
 def has_bfloat16_units() -> bool:
-    """Whether bitsandbytes takes this processor for one that has them."""
+    """Return whether bitsandbytes thinks this CPU has bfloat16 units."""
     from bitsandbytes.functional import has_avx512bf16
 
     return bool(has_avx512bf16())
@@ -141,7 +132,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
         rows, columns = shapes[misfits[0]]
         notes.append(
             f"{len(misfits)} of {len(shapes)} quantized layers, such as {misfits[0]} ({rows} x {columns} weights): "
-            f"{FOR_CARDS}. Judge there with --engine reference"
+            f"{ONLY_ON_GPUS}. Evaluate it with --engine reference"
         )
     return Checked(
         replace(layout, dense=replaced.dense, skipped=replaced.skipped),
@@ -151,7 +142,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
 
 
 class _NormalFloatPacking(Packing[NormalFloatWeight]):
-    """Codes of the table `kind`, and the config.json of the model of a folder that is read."""
+    """Codes of the table `kind`; `config` is the config.json of a folder that is read."""
 
     holds = NormalFloatWeight
     codes, code_type = "weight", "uint8"
@@ -173,7 +164,10 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
 
     def unpack(self, parts: Parts, _bits: int) -> NormalFloatWeight:
         others = {part.removeprefix("weight."): tensor for part, tensor in parts.items() if part != "weight"}
-        return NormalFloatWeight(_as_bytes(parts["weight"]), others)
+        packed = parts["weight"]
+        if packed.shape[1:] == (1,):  # other tools store codes as any number type (`bnb_4bit_quant_storage`)
+            packed = packed.view(torch.uint8).reshape(-1, 1)
+        return NormalFloatWeight(packed, others)
 
     def type_name(self, _bits: int) -> str:
         return self._kind
@@ -187,20 +181,13 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
             return self.unpack({"weight": unread} | layer.read([self._state]), 4).shape
 
     def value(self, layer: StoredLayer, weight: NormalFloatWeight) -> torch.Tensor:
-        """The values as the source has them."""
         with told(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
             value = weight.dense()
         origin = self._skeleton.origins.get(layer.name)
         return value.T if origin is not None and origin.transposed and origin.expert is None else value
 
 
-def _as_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """The codes as uint8 [bytes, 1], which other tools store as numbers of any type (`bnb_4bit_quant_storage`)."""
-    return packed.view(torch.uint8).reshape(-1, 1) if packed.shape[1:] == (1,) else packed
-
-
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> LayerReader:
-    """The tensors of a folder with codes of 4 bits, dense; all are of the same table, `kind`."""
     others = tuple(f".weight.{state}" for other, state in STATES.items() if other != kind)
     if name := next((name for name in StoredTensors(folder, files).names() if name.endswith(others)), None):
         raise ArtifactError(f"{folder} has {name}, and config.json says that codes are {kind}. Convert again.")
@@ -208,23 +195,20 @@ def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: st
 
 
 class _Int8Reader(RowsReader):
-    """The tensors of a folder of LLM.int8."""
-
     called = "bitsandbytes, LLM.int8"
 
     def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
         super().__init__(folder, files)
-        known = set(self.stored.names())
-        codes = [name for name in known if name.endswith(".weight") and self.stored.dtype(name) == "int8"]
-        self.shapes = {name: self._shape_of(name, known) for name in sorted(codes)}
-        self.beside = {name for name in known if name.rpartition(".")[2] in (SCALES, ORDER)}
-        for name in sorted(self.beside):
+        codes = [name for name in self.known if name.endswith(".weight") and self.stored.dtype(name) == "int8"]
+        self.shapes = {name: self._shape_of(name) for name in sorted(codes)}
+        self.scale_names = {name for name in self.known if name.rpartition(".")[2] in (SCALES, ORDER)}
+        for name in sorted(self.scale_names):
             if (weight := f"{name.rpartition('.')[0]}.weight") not in self.shapes:
                 raise ArtifactError(f"{folder} has {name} without codes of int8 in {weight}. {AGAIN}")
 
-    def _shape_of(self, name: str, known: set[str]) -> tuple[int, ...]:
+    def _shape_of(self, name: str) -> tuple[int, ...]:
         scale, order = (name.removesuffix("weight") + part for part in (SCALES, ORDER))
-        if scale not in known:
+        if scale not in self.known:
             raise ArtifactError(f"{self.folder} lacks the tensor {scale}, the scales of {name}. {AGAIN}")
         shape, found, dtype = self.stored.shape(name), self.stored.shape(scale), self.stored.dtype(scale)
         if len(shape) != 2 or 0 in shape or found != shape[:1] or dtype != "float32":
@@ -232,13 +216,13 @@ class _Int8Reader(RowsReader):
                 f"{self.folder}: {name} has the shape {shape} and {scale} is {dtype} of the shape {found}; it is "
                 f"float32 with one value for each row. {AGAIN}"
             )
-        if order in known and not (
+        if order in self.known and not (
             self.stored.shape(order) in ((), (1,))
             and self.stored.dtype(order) == "uint8"
             and int(self.stored.read(order)) == 0
         ):
             raise ArtifactError(
-                f"{self.folder}: {order} is not 0: the codes of {name} lie in an order for one kind of card. Load and "
+                f"{self.folder}: {order} is not 0: the codes of {name} lie in an order for one kind of GPU. Load and "
                 "save it with bitsandbytes 0.45 or newer."
             )
         return shape
@@ -251,17 +235,13 @@ class _Int8Reader(RowsReader):
 
         def dequantized(start: int, stop: int) -> NDArray[np.float32]:
             codes = self.stored.read_rows(name, start, stop).view(np.int8).reshape(stop - start, -1)
-            values = codes.astype(np.float32)
             with np.errstate(over="ignore"):
-                values *= scales[start:stop, None]
-            values *= STEP
-            return values
+                return codes.astype(np.float32) * scales[start:stop, None] * STEP
 
         return dequantized
 
 
 def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> LayerReader | _Int8Reader:
-    """Of what bitsandbytes has; raises ArtifactError where config.json does not say which."""
     stored = quantization_of(folder)
     in_4_bits, in_8_bits, kind = (stored.get(key) for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"))
     if in_8_bits is True and in_4_bits is not True:
@@ -275,27 +255,21 @@ def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]
 
 
 def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
+    from transformers import BitsAndBytesConfig
+
     packing = _NormalFloatPacking("nf4", getattr(torch, layout.dtype))
-    quantization = {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "bnb_4bit_compute_dtype": layout.dtype,
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": (layout.settings or {}).get("double_quant", True),
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": list(_skipped(source, skeleton, layout)) or None,
-        "llm_int8_threshold": 6.0,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "quant_method": "bitsandbytes",
-    }
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        llm_int8_skip_modules=list(_skipped(source, skeleton, layout)) or None,
+        bnb_4bit_compute_dtype=layout.dtype,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=(layout.settings or {}).get("double_quant", True),
+    ).to_dict()
     return write_layers(packing, source, skeleton, run, layout, quantization)
 
 
 def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, ...]:
-    """What transformers shall not replace; none where it finds that by itself."""
+    """Return what transformers shall not replace; nothing if it skips it by itself."""
     if not source.passthrough and source.text_prefixes is None:
         return layout.skipped
     whole, prefixes = untouched(source, skeleton), source.text_prefixes
@@ -313,7 +287,7 @@ def _refuse_misfits(artifact: Artifact, _dtype: str | None, device: str) -> None
         shape = reader.quantized_shape(name)
         if shape is not None and not computed_by_processors(shape[0], shape[1], units):
             raise EngineError(
-                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {FOR_CARDS}. Judge with "
+                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {ONLY_ON_GPUS}. Evaluate with "
                 "--engine reference."
             )
 
@@ -333,17 +307,14 @@ FORMAT = Format(
     summary="4-bit NormalFloat as transformers stores it for bitsandbytes",
     reference="https://huggingface.co/docs/bitsandbytes",
     holds=(Content.NORMAL_FLOAT,),
-    loading={
-        "transformers": Loading("5.23", "bitsandbytes", "packed", refuse=_refuse_misfits),
-        "reference": Loading(),
-    },
+    loading={"transformers": Loading("5.23", "bitsandbytes", "packed", refuse=_refuse_misfits), "reference": Loading()},
     recognizes=partial(recognizes, "bitsandbytes"),
     open=_open,
     check=_check,
     writer=_write,
     open_quantized=_open_quantized,
     kinds=(Kind("4", "NF4"), Kind("4", "NF4, double quantization")),
-    refusals=lambda _quantization: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
+    refusals=lambda _quantization: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA GPUs only"},
     servers={"sglang": "", "tgi": "--quantize bitsandbytes-nf4"},
     recorded_options=_recorded_options,
     usage=USAGE,

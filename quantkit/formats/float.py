@@ -1,7 +1,6 @@
-"""Plain checkpoints: safetensors of floats beside a config.json, as Hugging Face models are published.
+"""Plain checkpoints: safetensors of floats and a config.json, as Hugging Face models are published.
 
-Only headers are read when one is opened. Tensors come one at a time, or as a slab of rows.
-Format: https://github.com/huggingface/safetensors#format
+Opening one reads headers only. Tensors come one at a time, or as a slab of rows.
 """
 
 from __future__ import annotations
@@ -47,15 +46,10 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 class Checkpoint(Source):
-    """A checkpoint folder as a source. Raises SourceError, UnsupportedError for a text half that is not found."""
+    """A checkpoint folder as a source; raises SourceError, UnsupportedError for a text half that is not found."""
 
     def __init__(
-        self,
-        folder: Path,
-        model: str,
-        revision: str | None,
-        config: dict[str, Any],
-        tensors: dict[str, TensorInfo],
+        self, folder: Path, model: str, revision: str | None, config: dict[str, Any], tensors: dict[str, TensorInfo]
     ) -> None:
         self.folder, self.model, self.revision = folder, model, revision
         stored, tensors = tensors, unwrapped(tensors) if self.format == "float" else tensors
@@ -74,19 +68,16 @@ class Checkpoint(Source):
 
     @property
     def name(self) -> str:
-        """What the model is called, without a place: ``demo``, the hub id, or the folder's name."""
         if self.revision is not None or self.model == "demo" or not Path(self.model).expanduser().exists():
             return self.model
         return self.folder.resolve().name
 
     @property
     def weight_files(self) -> list[str]:
-        """Names of the safetensors files."""
         return self._files
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know: names that were changed, what the index leaves out, files that are not copied."""
         notes = list(_notes_of_index(self.folder))
         if self._renamed is not None:
             stored, name = self._renamed
@@ -95,7 +86,6 @@ class Checkpoint(Source):
 
     @property
     def own_files(self) -> bool:
-        """Whether other programs find this model in the folder: by the files' names and the tensors' names."""
         if self._renamed is not None:
             return False
         if (self.folder / INDEX).is_file():
@@ -104,32 +94,23 @@ class Checkpoint(Source):
 
     @property
     def hashed_files(self) -> list[str]:
-        """The configuration and every weight file."""
         return ["config.json", *self.weight_files]
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows of a tensor."""
         return read_rows(self.folder, self.info(name), start, stop)
 
     def side_files(self) -> dict[str, Path]:
-        """Tokenizer, chat template, generation config and licence, where the folder has them."""
         return find_side_files(self.folder)
 
     def copy_side_files(self, folder: Path) -> None:
-        """Copy tokenizer, chat template, generation config and licence where the source has them."""
         copy_side_files(self.folder, folder)
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer with transformers; no remote code."""
         return load_tokenizer(self.folder)
 
 
 def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
-    """By the name of each safetensors file the tensors that an index says it holds; nothing without an index.
-
-    `only` is the file that is the model, where a user gave one. Raises SourceError, also where readers would not agree
-    on which files are the model.
-    """
+    """Return the weight files, each with the tensors that an index assigns to it; `only` is the one given."""
     index, single = folder / INDEX, folder / SINGLE
     if (folder / "adapter_config.json").exists():
         raise SourceError(
@@ -165,7 +146,7 @@ def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
 
 
 def _of_one_model(folder: Path, names: list[str]) -> list[str]:
-    """The weight files of a folder without an index: the only one, or numbered ones of which none is missing."""
+    """Check the weight files of a folder without an index: one file, or numbered ones of which none is missing."""
     parts = [part for name in names if (part := SHARD.fullmatch(name)) is not None]
     if len(names) == 1 and not parts:
         return names
@@ -216,13 +197,13 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def open_checkpoint(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
-    """Open the checkpoint of floats in `folder`, which the user calls `model`; raises SourceError."""
+    """Open the checkpoint of floats in `folder`, which the user calls `model`; raise SourceError."""
     config, tensors = read_plain(folder, model)
     return Checkpoint(folder, model, revision, config, tensors)
 
 
 def read_plain(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """What `read_folder` gives of a checkpoint of floats; raises SourceError for another."""
+    """Return what `read_folder` does; raise SourceError for a quantized checkpoint."""
     config, tensors = read_folder(folder, model)
     if (quantization := config.get("quantization_config")) is not None:
         kind = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
@@ -231,10 +212,7 @@ def read_plain(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def read_folder(folder: Path, model: str, only: str | None = None) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """config.json, and where the tensors lie, of a checkpoint of any kind; raises SourceError.
-
-    `only` is the name of the one file that holds them, where a user gave it.
-    """
+    """Return config.json and the tensors' places of any checkpoint; `only` is the one file that a user named."""
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")
@@ -291,7 +269,7 @@ class _Writer(TensorWriter):
     dtype = "float16"
 
     def add(self, name: str, value: Written) -> None:
-        """Take a dense tensor, some rows at a time where it comes in rows, and round it to the layout's dtype."""
+        """Round a tensor to the layout's dtype, some rows at a time."""
         import torch
 
         from quantkit.numerics.casting import cast_finite

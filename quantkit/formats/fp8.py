@@ -1,12 +1,10 @@
 """FP8 checkpoints as DeepSeek publishes them and transformers' `FineGrainedFP8Config` reads them: sources only.
 
-A tensor NAME of N x K values, or a stack of such, is float8_e4m3fn, and beside it lies NAME_scale_inv, [ceil(N/n),
-ceil(K/k)] for the blocks n x k of config.json's `weight_block_size`, or one number for each matrix where that is
-null. A value is code times scale. Scales are float32, bfloat16, float16, or powers of two (float8_e8m0fnu, or uint8
-where `scale_fmt` is ue8m0). AutoFP8's files call the one number NAME_scale. Scales of activations and of the
-cache are left out.
-Not supported: experts of 4 bits (`expert_dtype` fp4). The values are those of transformers'
-integrations/finegrained_fp8.py, which takes no blocks that are cut off at the edge.
+A tensor NAME of N x K values, or a stack of such, is float8_e4m3fn and has NAME_scale_inv: [ceil(N/n), ceil(K/k)] for
+the blocks n x k of config.json's `weight_block_size`, or one number for each matrix if that is null (NAME_scale in
+AutoFP8's files). A value is code times scale. Scales are float32, bfloat16, float16, or powers of two (float8_e8m0fnu,
+or uint8 if `scale_fmt` is ue8m0). Scales of activations and of the cache are left out; experts of 4 bits are refused.
+The values are those of transformers' integrations/finegrained_fp8.py, which takes no blocks cut off at the edge.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from numpy.typing import NDArray
 
 from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
-from quantkit.formats._layers import RowsReader
+from quantkit.formats._packed_layers import RowsReader
 from quantkit.formats._quantization_config import quantization_of, recognizes
-from quantkit.numerics.scaled_weight import E8M0_BIAS
 from quantkit.untrusted import shown
 
 AGAIN = "Fetch the checkpoint again."
@@ -42,25 +39,25 @@ class _Reader(RowsReader):
         super().__init__(folder, files)
         settings, where = quantization_of(folder), f"{folder / 'config.json'}: quantization_config"
         self._block = _block_size(settings, where)
-        self.called = "fp8, " + ("one scale a tensor" if self._block is None else f"blocks of {_by(self._block)}")
+        self._words = "null" if self._block is None else f"{self._block[0]} x {self._block[1]}"
+        self.called = "fp8, " + ("one scale a tensor" if self._block is None else f"blocks of {self._words}")
         if settings.get("expert_dtype") not in (None, "fp8"):
             raise ArtifactError(f"{where}: expert_dtype is {shown(settings['expert_dtype'])}, and only fp8 is read")
         self._bytes_are_exponents = settings.get("scale_fmt") == "ue8m0"
-        known = set(self.stored.names())
-        self.shapes = {name: self.stored.shape(name) for name in sorted(known) if self.stored.dtype(name) == CODES}
-        self._scales = {name: self._scale_of(name, known) for name in self.shapes}
+        self.shapes = {name: self.stored.shape(name) for name in sorted(self.known) if self.stored.dtype(name) == CODES}
+        self._scales = {name: self._scale_of(name) for name in self.shapes}
         scales = set(self._scales.values())
-        self.beside = scales | {name for name in known if name.endswith(LEFT_OUT)}
-        for name in sorted(known):
+        self.scale_names = scales | {name for name in self.known if name.endswith(LEFT_OUT)}
+        for name in sorted(self.known):
             dtype = self.stored.dtype(name)
             if name not in self.shapes and name not in scales and dtype.startswith("float8"):
                 raise ArtifactError(f"{folder}: {name} is {dtype}, and codes are {CODES}. {AGAIN}")
             if name.endswith(SCALES[0]) and name not in scales:
                 raise ArtifactError(f"{folder} has {name} without codes of {CODES} that it scales. {AGAIN}")
 
-    def _scale_of(self, name: str, known: set[str]) -> str:
-        """The name of the scales of a tensor of codes, whose shape is held against its own."""
-        scale = next((name + suffix for suffix in SCALES if name + suffix in known), None)
+    def _scale_of(self, name: str) -> str:
+        """Return the name of a tensor's scales, after a check of shapes and types."""
+        scale = next((name + suffix for suffix in SCALES if name + suffix in self.known), None)
         if scale is None:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES[0]}, the scales of {name}. {AGAIN}")
         shape, found, dtype = self.shapes[name], self.stored.shape(scale), self.stored.dtype(scale)
@@ -70,32 +67,28 @@ class _Reader(RowsReader):
             raise ArtifactError(f"{self.folder}: the scales {scale} are {dtype}, not float32. {AGAIN}")
         grid = self._grid(shape)
         if found != grid and not (self._block is None and prod(found) == prod(grid) == 1):
-            blocks = "null" if self._block is None else _by(self._block)
             raise ArtifactError(
-                f"{self.folder}: {scale} has the shape {found}; with weight_block_size {blocks} the codes {name} of "
-                f"the shape {shape} have scales of the shape {grid}. {AGAIN}"
+                f"{self.folder}: {scale} has the shape {found}; with weight_block_size {self._words} the codes {name} "
+                f"of the shape {shape} have scales of the shape {grid}. {AGAIN}"
             )
         return scale
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Blocks of a tensor; those at the edge may be cut off."""
+        """Count the blocks of a tensor; those at the edge may be cut off."""
         rows, columns = (-(-side // block) for side, block in zip(shape[-2:], self._block or shape[-2:], strict=True))
         return (*shape[:-2], rows, columns)
 
     def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
         stored = self._scales[name]
         value = self.stored.read(stored)
-        if self.stored.dtype(stored) in ("uint8", "float8_e8m0fnu"):
-            with np.errstate(over="ignore"):  # NaN, which becomes infinite
-                scales = np.ldexp(np.float32(1), value.view(torch.uint8).numpy().astype(np.int32) - E8M0_BIAS)
-        else:
-            scales = value.float().numpy()
+        value = value.view(torch.float8_e8m0fnu) if value.dtype == torch.uint8 else value
+        scales: NDArray[np.float32] = value.float().numpy()
         if not np.isfinite(scales).all():
             raise ArtifactError(f"{self.folder}: the scales {stored} of {name} are not finite. {AGAIN}")
         return partial(self._dequantized, name, scales.reshape(self._grid(self.shapes[name])))
 
     def _dequantized(self, name: str, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
-        """Rows `start:stop` of a tensor, of a stack its matrices; `scales` (..., n, k) are those of its blocks."""
+        """Return rows of a tensor (matrices of a stack); `scales` (..., n, k) are those of its blocks."""
         shape = self.shapes[name]
         values: NDArray[np.float32] = VALUES[self.stored.read_rows(name, start, stop)].reshape(-1, *shape[1:])
         rows, columns = self._block or shape[-2:]
@@ -109,12 +102,7 @@ class _Reader(RowsReader):
         return values
 
 
-def _by(block: tuple[int, int]) -> str:
-    return f"{block[0]} x {block[1]}"
-
-
 def _block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Rows and columns of a block; None for one scale a tensor."""
     size = settings.get("weight_block_size")
     if size is None:
         return None

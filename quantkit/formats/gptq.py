@@ -1,10 +1,9 @@
-"""The GPTQ checkpoint layout, version 1.
+"""The GPTQ layout, version 1. Loaded by vLLM, exllama and transformers with gptqmodel.
 
 Per linear layer with weight (N, K) and bits b: `qweight` int32 [K*b/32, N]; `qzeros` int32 [G, N*b/32] holding
 zero - 1 (so a zero of 0 cannot be stored); `scales` float16 [G, N]; `g_idx` int32 [K].
-Where layers' bits differ, `dynamic` of config.json has them by regular expressions of the layers' names, in GPTQModel's
-way: the first that matches from a name's beginning counts.
-Loaded by vLLM, by exllama and by transformers with gptqmodel.
+If layers' bits differ, config.json's `dynamic` has them in GPTQModel's way: by regular expressions of the layers'
+names, of which the first that matches counts.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
-from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import OTHERS, GroupedPacking
-from quantkit.formats._layers import AGAIN, LayerWriter, Parts, StoredLayer
-from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
+from quantkit.formats import _grouped_codes as grouped
+from quantkit.formats._bit_packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
+from quantkit.formats._grouped_codes import OTHERS, GroupedPacking
+from quantkit.formats._packed_layers import AGAIN, LayerWriter, Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched, layer_overrides, quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
@@ -41,9 +40,9 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class _GptqPacking(GroupedPacking):
-    """Words of codes along the columns; zero points less `shift`, which is 0 in version 2.
+    """Words of codes along the columns; zero points are stored less `shift` (0 in version 2).
 
-    `bits_by_zeros`: config.json leaves the bits of some layers to the tensors.
+    `bits_by_zeros`: config.json of another tool leaves the bits of some layers to the tensors.
     """
 
     name = "gptq"
@@ -86,7 +85,7 @@ class _GptqPacking(GroupedPacking):
         return None
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """As GPTQModel writes it; in `dynamic` a minus takes what has the name out, a plus gives it other bits."""
+        """Write GPTQModel's settings; in `dynamic` a minus excludes the name, a plus gives it other bits."""
         dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in untouched.patterns}
         others = {name: bits for name, bits in layout.layer_bits.items() if bits != layout.bits}
         dynamic |= {_pattern(name): {"bits": bits} for name, bits in (others | _joined(others)).items()}
@@ -103,12 +102,10 @@ class _GptqPacking(GroupedPacking):
         }
 
     def head_bits(self, layout: Layout) -> tuple[int, ...]:
-        """Those of the layers, where they are the same."""
         alike = len(layout.every_bits) == 1 and not layout.column_order
         return (layout.bits,) if layout.bits in (4, 8) and alike else ()
 
     def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """Those of expressions that are a layer's name each; raises ArtifactError for others."""
         dynamic = quantization.get("dynamic") or {}
         if not isinstance(dynamic, dict):
             raise ArtifactError(f"quantization_config: dynamic is {shown(dynamic)}, no mapping. {AGAIN}")
@@ -126,16 +123,14 @@ class _GptqPacking(GroupedPacking):
             bits[name] = own
         return {**bits, OTHERS: quantization.get("bits", 0)} if bits else {}
 
-    def stored_bits(self, layer: StoredLayer, bits: int) -> int:
-        """As many as the zero points have."""
+    def bits_of(self, layer: StoredLayer) -> int:
+        bits = super().bits_of(layer)
         if not self._bits_by_zeros:
             return bits
-        zeros, scales = layer.matrix("qzeros"), layer.matrix(self.scales)
-        own = zeros[1] * 32 // max(1, scales[1])
+        own = layer.matrix("qzeros")[1] * 32 // max(1, layer.matrix(self.scales)[1])
         return own if own in self.bits else bits
 
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
-        """Version 2 stores zero points as they are."""
         version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
         if not isinstance(version, str) or version not in VERSIONS:
             raise ArtifactError(f"the checkpoint_format {shown(version)} is not supported, only gptq and gptq_v2 are")
@@ -151,7 +146,7 @@ def _pattern(name: str) -> str:
 
 
 def _joined(bits: Mapping[str, int]) -> dict[str, int]:
-    """The bits of layers that vLLM joins, by its names for them: those of their parts."""
+    """Return the bits of layers that vLLM joins, by its names for them."""
     found: dict[str, int] = {}
     for name, width in bits.items():
         place, _, leaf = name.rpartition(".")
@@ -173,7 +168,7 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iter
 
 
 def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """What config.json says, of which quantize_config.json has a copy; raises ArtifactError where they differ."""
+    """Read config.json; raise ArtifactError if the copy in quantize_config.json differs."""
     path, settings = artifact.folder / SETTINGS, quantization_of(artifact.folder)
     if SETTINGS in artifact.manifest.files:
         copy = read_object(path, ArtifactError, AGAIN)

@@ -1,10 +1,8 @@
 """MXFP4 checkpoints as gpt-oss is published and transformers' `Mxfp4Config` reads them: sources only.
 
-A stack NAME of E experts' matrices lies as NAME_blocks uint8 [E, N, K/32, 16], two codes of 4 bits (E2M1) a byte, the
-first one low, and NAME_scales uint8 [E, N, K/32], powers of two (E8M0). transformers keeps it the other way round, and
-so it is read: (E, K, N). All else is dense.
-Format: OCP Microscaling Formats (MX) Specification, version 1.0. The values are those of transformers'
-integrations/mxfp4.py.
+A stack NAME of E experts' matrices is NAME_blocks uint8 [E, N, K/32, 16], two codes of 4 bits (E2M1) a byte, the first
+one low, and NAME_scales uint8 [E, N, K/32], powers of two (E8M0). It is read as transformers has it: (E, K, N). All
+else is dense. Format: OCP Microscaling Formats (MX) Specification 1.0; values: transformers' integrations/mxfp4.py.
 """
 
 from __future__ import annotations
@@ -15,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
-from quantkit.formats._layers import RowsReader
+from quantkit.formats._packed_layers import RowsReader
 from quantkit.formats._quantization_config import recognizes
-from quantkit.numerics.scaled_weight import E2M1_CODES, E8M0_BIAS
+from quantkit.numerics.scaled_weight import E2M1_CODES
 
 AGAIN = "Fetch the checkpoint again."
 BLOCKS, SCALES = "_blocks", "_scales"
 RUN_BYTES = 16  # of the codes that share a scale
-NO_EXPONENT = 255  # E8M0's NaN
 SCALE_TYPES = ("uint8", "float8_e8m0fnu")
 E2M1 = np.array(E2M1_CODES, np.float32)
 PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)  # the two values of a byte
@@ -37,19 +35,18 @@ class _Reader(RowsReader):
 
     def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
         super().__init__(folder, files)
-        known = set(self.stored.names())
-        stacks = [name.removesuffix(BLOCKS) for name in sorted(known) if name.endswith(BLOCKS)]
-        self.shapes = {name: self._shape_of(name, known) for name in stacks}
-        self.beside = {name + part for name in stacks for part in (BLOCKS, SCALES)}
-        for name in sorted(known):
-            if name.endswith(SCALES) and name not in self.beside:
+        stacks = [name.removesuffix(BLOCKS) for name in sorted(self.known) if name.endswith(BLOCKS)]
+        self.shapes = {name: self._shape_of(name) for name in stacks}
+        self.scale_names = {name + part for name in stacks for part in (BLOCKS, SCALES)}
+        for name in sorted(self.known):
+            if name.endswith(SCALES) and name not in self.scale_names:
                 raise ArtifactError(f"{folder} lacks the tensor {name.removesuffix(SCALES)}{BLOCKS}. {AGAIN}")
 
-    def _shape_of(self, name: str, known: set[str]) -> tuple[int, ...]:
-        """The shape (E, K, N) of the values of a stack, whose parts are held against each other."""
-        if name + SCALES not in known:
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape (E, K, N) of a stack's values, after a check of its parts."""
+        if name + SCALES not in self.known:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES}, the scales of {name}{BLOCKS}. {AGAIN}")
-        if name in known:
+        if name in self.known:
             raise ArtifactError(f"{self.folder} holds {name} twice, as it is and as {name}{BLOCKS}. {AGAIN}")
         blocks, scales = (self.stored.shape(name + part) for part in (BLOCKS, SCALES))
         kinds = [self.stored.dtype(name + part) for part in (BLOCKS, SCALES)]
@@ -65,17 +62,16 @@ class _Reader(RowsReader):
         return scales[0], scales[2] * 2 * RUN_BYTES, scales[1]
 
     def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
-        stored = name + SCALES
-        scales = self.stored.read_rows(stored, 0, self.shapes[name][0]).reshape(self.stored.shape(stored))
-        if (scales == NO_EXPONENT).any():
-            raise ArtifactError(f"{self.folder}: the scales {stored} are not finite. {AGAIN}")
+        scales = self.stored.read(name + SCALES).view(torch.float8_e8m0fnu).float().numpy()
+        if not np.isfinite(scales).all():
+            raise ArtifactError(f"{self.folder}: the scales {name}{SCALES} are not finite. {AGAIN}")
         return partial(self._dequantized, name, scales)
 
-    def _dequantized(self, name: str, scales: NDArray[np.uint8], start: int, stop: int) -> NDArray[np.float32]:
-        codes, exponents = self.stored.read_rows(name + BLOCKS, start, stop), scales[start:stop].astype(np.int32)
-        values: NDArray[np.float32] = PAIRS[codes].reshape(*exponents.shape, 2 * RUN_BYTES)
+    def _dequantized(self, name: str, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
+        codes, factors = self.stored.read_rows(name + BLOCKS, start, stop), scales[start:stop, ..., None]
+        values: NDArray[np.float32] = PAIRS[codes].reshape(*factors.shape[:-1], 2 * RUN_BYTES)
         with np.errstate(over="ignore"):
-            values *= np.ldexp(np.float32(1), exponents - E8M0_BIAS)[..., None]
+            values *= factors
         return values.reshape(*values.shape[:2], -1).transpose(0, 2, 1)
 
     def type_of(self, name: str) -> str:

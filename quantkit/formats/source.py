@@ -25,12 +25,10 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "REA
 def open_source(
     model: str | Path | ModelRef, revision: str | None = None, adapters: Sequence[str | Path] = ()
 ) -> Source:
-    """Open `model`: ``demo``, a checkpoint folder, quantized or not, a safetensors or GGUF file, or a hub id.
+    """Open `model`: ``demo``, a checkpoint folder, a safetensors or GGUF file, an adapter's folder, or a hub id.
 
-    A safetensors file is the whole model of its folder's config.json. `revision` is one of the hub. `adapters` are
-    folders of LoRA adapters, which are merged into it in this order; a ModelRef has its own. The folder of an adapter
-    is a model, too, where its base model is a folder here. Raises SourceError; for a GGUF file also what
-    formats/gguf/checkpoint.py raises, for adapters UnsupportedError.
+    `adapters` are folders of LoRA adapters, merged in this order; a ModelRef has its own. Raises SourceError,
+    UnsupportedError, and ArtifactError for a GGUF file.
     """
     if isinstance(model, ModelRef):
         revision, adapters, model = model.revision, model.adapters, model.model
@@ -48,7 +46,7 @@ def open_source(
 
 
 def _base_of(folder: Path) -> str:
-    """The folder of an adapter's base model; raises SourceError with what to do where it is not here."""
+    """Return the folder of an adapter's base model; raise SourceError if it is not here."""
     base = base_of(folder)
     if base is not None and (path_of(base, SourceError) / "config.json").is_file():
         return base
@@ -95,7 +93,7 @@ def _open_base(model: str, folder: Path, revision: str | None) -> Source:
 
 
 def is_artifact(model: str | Path | ModelRef | Artifact | Source) -> bool:
-    """Whether this is an artifact or the folder of one."""
+    """Return whether this is an artifact or the folder of one."""
     if isinstance(model, str | Path | ModelRef):
         place = model.model if isinstance(model, ModelRef) else model
         return (path_of(place, SourceError) / MANIFEST).is_file()
@@ -103,10 +101,7 @@ def is_artifact(model: str | Path | ModelRef | Artifact | Source) -> bool:
 
 
 def open_model(model: str | Path | ModelRef | Artifact | Source) -> Model:
-    """Open an artifact folder, or what `open_source` opens, with adapters merged into it.
-
-    Raises ArtifactError or SourceError; RecipeError for adapters or a revision of an artifact.
-    """
+    """Open an artifact folder, or what `open_source` opens; raise ArtifactError, SourceError, RecipeError."""
     if isinstance(model, Artifact):
         return Model(model, None)
     if not isinstance(model, str | Path | ModelRef):

@@ -83,14 +83,14 @@ def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(archite
 def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(tiny_with, tmp_path):
     sizes = {inner: tiny_with(intermediate_size=inner, num_hidden_layers=1) for inner in (192, 172)}
     fits, odd = (converted(model, tmp_path / f"{inner}", "nf4") for inner, model in sizes.items())
-    assert not any("on cards only" in note for note in fits.manifest.notes)
+    assert not any("on GPUs only" in note for note in fits.manifest.notes)
     assert choose(Model(fits, None), EngineSpec()).name == "transformers"
-    [told] = [note for note in odd.manifest.notes if "on cards only" in note]
+    [told] = [note for note in odd.manifest.notes if "on GPUs only" in note]
     assert told.startswith("3 of 7 quantized layers, such as ")
     assert "gate_proj.weight (172 x 128 weights)" in told
     assert logits_by("reference", odd, TWO_TEXTS, dtype="float32").isfinite().all()
     if has_bfloat16_units():
-        with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
+        with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on GPUs only.*--engine reference"):
             find_engine("transformers").load(Model(odd, None), LoadSpec(threads=1, n_ctx=64))
 
 

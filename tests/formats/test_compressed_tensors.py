@@ -174,7 +174,7 @@ def test_engines_that_cannot_take_an_artifact_are_told(artifacts, architecture):
         assert set(find_format(KIND).refusals(quantization_of(artifacts(name).folder))) == engines, name
     for name, engine, says in (
         ("awq 4", "transformers", "transformers does not load packed zero points"),
-        ("nvfp4", "vllm", "computes 4-bit floats on cards only"),
+        ("nvfp4", "vllm", "computes 4-bit floats on GPUs only"),
     ):
         with pytest.raises(RecipeError, match=says):
             choose(open_model(artifacts(name)), EngineSpec(engine=engine))

@@ -281,7 +281,7 @@ def test_points_signs_and_factors_are_read_as_they_were_put(name):
     assert scales.shape == (FEW, SHORT // kind.run)
     assert np.array_equal(kind.scales(changed), scales)
     assert len(np.unique(scales)) > 20
-    ours = scales.repeat(kind.run, 1) * kind.table()[indices].reshape(FEW, SHORT) * (1 - 2 * minus.reshape(FEW, -1))
+    ours = scales.repeat(kind.run, 1) * kind.table[indices].reshape(FEW, SHORT) * (1 - 2 * minus.reshape(FEW, -1))
     assert np.allclose(ours, read_by_gguf(name, changed), rtol=1e-6)
     assert np.array_equal(ggml.dequantize(name, changed, SHORT), read_by_gguf(name, changed))
     factors, values = kind.without_factors(before, SHORT)

@@ -19,7 +19,7 @@ from quantkit import convert, evaluate, verify
 from quantkit.contracts.registry import find_format
 from quantkit.conversion.check import check, prepare
 from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
-from quantkit.formats._packing import unpack_awq
+from quantkit.formats._bit_packing import unpack_awq
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_source
 from quantkit.numerics.grouped_weight import GroupedWeight

@@ -9,7 +9,7 @@ from trials import read_back
 
 from quantkit.conversion.verify import verify
 from quantkit.errors import QuantkitError
-from quantkit.formats import _grouped
+from quantkit.formats import _grouped_codes
 from quantkit.formats.source import open_source
 
 CT = "compressed-tensors"
@@ -63,7 +63,7 @@ def test_a_head_that_a_format_does_not_hold_is_refused(method, bits, options, sa
 def test_a_head_in_pieces_is_the_head_in_one(kind, untied, tmp_path, monkeypatch):
     options = {"format": kind, "group_size": 32, "head_bits": 4, "sym": False}
     whole = converted(untied, tmp_path / "whole", "rtn", "4", **options)
-    monkeypatch.setattr(_grouped, "PIECE", HIDDEN * 96)  # three pieces, and a rest
+    monkeypatch.setattr(_grouped_codes, "PIECE", HIDDEN * 96)  # three pieces, and a rest
     pieces = converted(untied, tmp_path / "pieces", "rtn", "4", **options)
     ours, theirs = (load_file(made.folder / "model.safetensors") for made in (pieces, whole))
     assert ours.keys() == theirs.keys()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkit.errors import UnsupportedError
-from quantkit.formats import _packing as packing
+from quantkit.formats import _bit_packing as packing
 
 SIGN = 1 << 31
 

@@ -70,7 +70,7 @@ def nearest_points(kind, x, metric):
         cheapest = int((x.abs() * metric.diagonal()).argmin())
         minus[cheapest] = ~minus[cheapest]
     signs = torch.where(minus, -1.0, 1.0).double()
-    table, made = torch.from_numpy(kind.table()).double(), x.clone()
+    table, made = torch.from_numpy(kind.table).double(), x.clone()
     parts = range(0, len(x), kind.size)
     for start in [*parts, *parts[:-1]]:
         part = slice(start, start + kind.size)

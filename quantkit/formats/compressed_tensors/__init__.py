@@ -1,11 +1,7 @@
-"""compressed-tensors, as vLLM's own tools write it: grouped integer codes, and scaled 8-bit and 4-bit values.
+"""compressed-tensors, vLLM's own format: grouped integer codes (packed.py), scaled 8-bit and 4-bit values (scaled.py).
 
-`pack-quantized` is packed.py; `int-quantized`, `float-quantized`, `nvfp4-pack-quantized` and `mxfp4-pack-quantized` are
-scaled.py. Format: https://github.com/vllm-project/compressed-tensors, version 0.20.
-Loaded by vLLM and by transformers with the package compressed-tensors.
-
-A source may have several groups of layers, such as 4 bits for some and FP8 for others. The types and shapes of a
-layer's tensors fit one group, or several that give the same values, or the folder is refused.
+Format: https://github.com/vllm-project/compressed-tensors, version 0.20. In a source with several groups of layers the
+types and shapes of a layer's tensors show its group.
 """
 
 from __future__ import annotations
@@ -21,12 +17,12 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Content, Format, Layout, Loading, QuantizedReader, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import EngineError
-from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped import HEAD
-from quantkit.formats._layers import LayerReader, Packing
+from quantkit.formats import _grouped_codes as grouped
+from quantkit.formats._grouped_codes import HEAD
+from quantkit.formats._packed_layers import LayerReader, Packing
 from quantkit.formats._quantization_config import quantization_of, recognizes, source_quantization
 from quantkit.formats.compressed_tensors import packed, scaled
-from quantkit.formats.compressed_tensors.config_groups import METHOD, one_by_one, refuse_unfound_layers
+from quantkit.formats.compressed_tensors.groups import METHOD, one_by_one, refuse_unfound_layers
 from quantkit.formats.compressed_tensors.packed import PACKING
 from quantkit.formats.compressed_tensors.scaled import KINDS, ScaledPacking, is_scaled, scheme_of
 from quantkit.models.skeleton import Skeleton
@@ -77,19 +73,19 @@ def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _refuse_misread(artifact: Artifact, dtype: str | None, _device: str) -> None:
-    """Raise EngineError for what transformers would compute wrongly, or not at all."""
+    """Raise EngineError for what transformers would compute wrongly or not at all."""
     kind = quantization_of(artifact.folder).get("format")
     if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
         raise EngineError(
             f"{artifact.folder}: compressed-tensors makes bfloat16 of {kind}, and the engine transformers cannot "
-            f"compute it in {dtype}. Leave --dtype out, or judge with --engine reference."
+            f"compute it in {dtype}. Leave --dtype out, or evaluate with --engine reference."
         )
     if kind in MISREAD_EXPERTS:
         names = StoredTensors(artifact.folder, artifact.manifest.weight_files).names()
         if expert := next((name for name in names if expert_of(name)), None):
             raise EngineError(
                 f"{artifact.folder}: transformers stacks experts, and reads those of {kind}, such as {expert}, wrongly "
-                "or not at all. Judge with --engine reference."
+                "or not at all. Evaluate with --engine reference."
             )
 
 

@@ -1,10 +1,9 @@
-"""`pack-quantized`: grouped integer codes as vLLM's own tools write them.
+"""`pack-quantized`: grouped integer codes.
 
 Per linear layer with weight (N, K) and bits b: `weight_packed` int32 [N, ceil(K*b/32)], each row one little-endian bit
 string of codes; `weight_scale` float16 [N, G]; `weight_shape` int64 [2]; with zero points `weight_zero_point` int32
-[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), so it is ours.
-Format: https://github.com/vllm-project/compressed-tensors, version 0.20. Former versions had `weight_g_idx` int32 [K],
-which is read and not written.
+[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), so it is ours. `weight_g_idx` int32 [K]
+of former versions is read and not written.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 
 from quantkit.contracts.format import Layout
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import HEAD, OTHERS, GroupedPacking
-from quantkit.formats._layers import AGAIN, Parts, StoredLayer
-from quantkit.formats._packing import pack_string, unpack_string, words
+from quantkit.formats._bit_packing import pack_string, unpack_string, words
+from quantkit.formats._grouped_codes import HEAD, OTHERS, GroupedPacking
+from quantkit.formats._packed_layers import AGAIN, Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched
-from quantkit.formats.compressed_tensors.config_groups import CLASS, METHOD, Group, groups_of, quantization
+from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, Group, groups_of, quantization
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import shown
 
@@ -42,7 +41,6 @@ class _CompressedPacking(GroupedPacking):
     transposed = False
 
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Zero points only where they are not all in the middle."""
         parts: dict[str, tuple[str, tuple[int, ...]]] = {
             CODES: ("int32", (rows, words(columns, kind.bits))),
             SCALES: ("float16", (rows, groups)),
@@ -64,7 +62,6 @@ class _CompressedPacking(GroupedPacking):
         return unpack_string(parts[CODES], bits, int(parts[SHAPE][1]))
 
     def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
-        """In the middle, where none are stored."""
         if ZEROS in parts:
             return unpack_string(parts[ZEROS].T, bits, rows).T.contiguous()
         return torch.full((rows, groups), 1 << (bits - 1), dtype=torch.uint8)
@@ -74,7 +71,7 @@ class _CompressedPacking(GroupedPacking):
         return super().join(pieces) | {SHAPE: torch.tensor([rows, int(pieces[0][SHAPE][1])])}
 
     def size(self, layer: StoredLayer, _bits: int) -> tuple[int, int, int]:
-        """As `weight_shape` says; the number of columns cannot be told from the words."""
+        """Take rows and columns from `weight_shape`: the words do not tell the number of columns."""
         name = layer.stem + SHAPE
         if layer.shape(SHAPE) != (2,) or layer.dtype(SHAPE) != "int64":
             raise ArtifactError(f"{name} is no pair of int64. {AGAIN}")
@@ -84,10 +81,9 @@ class _CompressedPacking(GroupedPacking):
         return rows, columns, layer.matrix(SCALES)[1]
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """One group of layers, all linear ones but those that are `untouched`, and one of the output head.
+        """Make one group of all linear layers but the `untouched`, or groups of names if their bits differ.
 
-        Where layers' bits differ, a group for each, by their names: vLLM would find the class of a layer that it has
-        joined, such as QKVParallelLinear, before the names of its parts.
+        vLLM would find the class of a joined layer, such as QKVParallelLinear, before the names of its parts.
         """
         whole_row = layout.group_size == -1
         weights = {
@@ -113,7 +109,7 @@ class _CompressedPacking(GroupedPacking):
         return 4, 8
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of the first group of layers, from which others differ in their bits alone."""
+        """Read the first group of layers; others differ from it in their bits alone."""
         weights = (groups_of(quantization) or [{}])[0].get("weights")
         if quantization.get("format") != KIND or not isinstance(weights, dict) or weights.get("type") != "int":
             raise ArtifactError(
@@ -129,7 +125,6 @@ class _CompressedPacking(GroupedPacking):
         }
 
     def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """Those of several groups: of all layers and of the head, or by the names of layers."""
         first, *others = groups_of(quantization) or [{}]
         if not others:
             return {}
@@ -144,7 +139,7 @@ class _CompressedPacking(GroupedPacking):
 
 
 def _named_bits(first: Group, groups: list[Group]) -> dict[str, int]:
-    """The bits of layers by the names in `groups`; raises ArtifactError where these differ otherwise from the first."""
+    """Return bits by layer name in `groups`; raise ArtifactError if groups differ from the first in anything else."""
     named: dict[str, int] = {}
     for group in groups:
         own, targets = group.get("weights"), group.get("targets")
@@ -162,7 +157,7 @@ PACKING = _CompressedPacking()
 
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
-    """Why engines cannot take a folder of this `quantization_config` of one group."""
+    """Return by engine why it cannot load a folder of this `quantization_config` of one group."""
     if not stored:
         return {}
     reasons, settings = {}, PACKING.settings(stored)

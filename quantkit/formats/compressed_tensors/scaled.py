@@ -8,9 +8,8 @@ Per linear layer with weight (N, K):
   float8_e4m3fn [N, K/16]; `weight_global_scale` float32 [1], by which scales are divided
 - `mxfp4-pack-quantized`: `weight_packed` likewise; `weight_scale` uint8 [N, K/32], exponents of E8M0
 
-Everything else is bfloat16, as the scales of 8-bit values are. Source:
-https://github.com/vllm-project/compressed-tensors, version 0.20, its presets W8A8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16 and
-MXFP4A16. Read are also a scale for a whole tensor, and inputs that are rounded otherwise.
+All else is bfloat16, as the scales of 8-bit values are: the package's presets W8A8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16
+and MXFP4A16. One scale for a whole tensor and other rounding of inputs are read, too.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.format import Kind, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._grouped import refuse_head
-from quantkit.formats._layers import (
+from quantkit.formats._grouped_codes import refuse_head
+from quantkit.formats._packed_layers import (
     AGAIN,
     SCALE_TYPES,
     Packing,
@@ -38,13 +37,7 @@ from quantkit.formats._layers import (
     write_layers,
 )
 from quantkit.formats._quantization_config import Untouched, quantization_of, refuse_other_dtypes, untouched
-from quantkit.formats.compressed_tensors.config_groups import (
-    CLASS,
-    METHOD,
-    groups_of,
-    quantization,
-    refuse_unfound_layers,
-)
+from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, groups_of, quantization, refuse_unfound_layers
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.numerics.scaled_weight import InputRounding, ScaledWeight
@@ -55,16 +48,13 @@ SCALE, DIVISOR, PACKED, ZEROS = "weight_scale", "weight_global_scale", "weight_p
 BESIDE = ("input_scale", "input_zero_point", "input_global_scale", ZEROS, "weight_shape")
 NAIVE = "naive-quantized"  # the format whose values only the type tells
 MOST_BLOCK = 1 << 24  # rows or columns
-KERNEL_STEP = 16  # rows and columns of 8-bit layers that vLLM multiplies on a card
+KERNEL_STEP = 16  # rows and columns of 8-bit layers that vLLM multiplies on a GPU
 NO_EXPONENT = 255  # E8M0's NaN
 
 
 @dataclass(frozen=True)
 class ValueType:
-    """What config.json and the tensors say of values: format, type, bits and strategies, types of values and scales.
-
-    `columns` share a scale, None being any number.
-    """
+    """What config.json and the tensors say of values. `columns` share a scale (None: any number)."""
 
     format: str
     type: str
@@ -76,7 +66,6 @@ class ValueType:
 
     @property
     def codes(self) -> str:
-        """The part that has the values: two in a byte where they have 4 bits."""
         return PACKED if self.bits == 4 else "weight"
 
 
@@ -87,18 +76,18 @@ VALUES = {
     "mxfp4": ValueType("mxfp4-pack-quantized", "float", 4, ("group",), "uint8", 32, "uint8"),
 }
 FORMATS = {kind.format: values for values, kind in VALUES.items()}
+WHOLE = {(0, 0): "whole tensors", (1, 0): "rows"}  # blocks that have a name
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """`values` of layers are int8, float8, nvfp4 or mxfp4; `block` (rows, columns) share a scale, 0 being all."""
+    """How layers are stored: `values` is a key of VALUES; `block` (rows, columns) share a scale, 0 being all."""
 
     values: str
     block: tuple[int, int]
 
     @property
     def kind(self) -> ValueType:
-        """What is the same for all layers of such values."""
         return VALUES[self.values]
 
     @property
@@ -108,15 +97,11 @@ class Scheme:
 
     @property
     def words(self) -> str:
-        """What it is called."""
         rows, columns = self.block
-        shares = {(0, 0): "whole tensors", (1, 0): "rows"}.get(self.block)
-        return (
-            f"{self.kind.format}, scales of {shares or (f'{rows} x {columns}' if rows > 1 else f'{columns} columns')}"
-        )
+        each = f"{rows} x {columns}" if rows > 1 else f"{columns} columns"
+        return f"{self.kind.format}, scales of {WHOLE.get(self.block, each)}"
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
-        """The rows and columns that share a scale in a layer of that shape."""
         return self.block[0] or rows, self.block[1] or columns
 
     def group(self) -> dict[str, Any]:
@@ -124,15 +109,15 @@ class Scheme:
         kind, columns = self.kind, self.block[1]
         common = {"num_bits": kind.bits, "type": kind.type, "symmetric": True}
         weights: dict[str, Any] = {**common, "dynamic": False, "group_size": kind.columns}
-        inputs: dict[str, Any] | None = None
+        inputs = None
         if kind.columns is not None:
             weights |= {"strategy": kind.strategies[0], "scale_dtype": f"torch.{kind.scales}"}
+        elif columns:
+            weights |= {"strategy": "block", "block_structure": list(self.block)}
+            inputs = {**common, "dynamic": True, "strategy": "group", "group_size": columns}
         else:
-            weights |= (
-                {"strategy": "block", "block_structure": list(self.block)} if columns else {"strategy": "channel"}
-            )
-            strategy = "group" if columns else "token"
-            inputs = {**common, "dynamic": True, "strategy": strategy, "group_size": columns or None}
+            weights |= {"strategy": "channel"}
+            inputs = {**common, "dynamic": True, "strategy": "token", "group_size": None}
         return {"targets": [CLASS], "format": kind.format, "weights": weights, "input_activations": inputs}
 
 
@@ -157,16 +142,13 @@ KINDS = tuple(
 
 
 def is_scaled(stored: Mapping[str, Any]) -> bool:
-    """Whether the format of a `quantization_config` is one of scaled values."""
+    """Return whether a `quantization_config` is one of scaled values."""
     name = stored.get("format")
     return isinstance(name, str) and (name in FORMATS or name == NAIVE)
 
 
 def scheme_of(stored: Mapping[str, Any], own: bool = False) -> Scheme:
-    """The scheme of a `quantization_config`; raises ArtifactError for one that is not known.
-
-    `own`: quantkit wrote it, so it is word for word what `Scheme.group` gives.
-    """
+    """Return the scheme of a `quantization_config`, which we wrote if it is our `own`; raise ArtifactError."""
     name, groups = stored.get("format"), groups_of(stored)
     weights = groups[0].get("weights") if len(groups) == 1 else None
     if not isinstance(weights, dict):
@@ -200,8 +182,7 @@ def _block(weights: Mapping[str, Any], right: int | None) -> tuple[int, int]:
 
 
 class ScaledPacking(Packing[ScaledWeight]):
-    """`own`: quantkit wrote it, and engines round inputs; other tools have scales of other floats, and parts beside
-    them."""
+    """`own`: quantkit wrote it, and engines round inputs; other tools have other scales and more parts."""
 
     holds = ScaledWeight
     dtype = torch.bfloat16
@@ -244,7 +225,6 @@ class ScaledPacking(Packing[ScaledWeight]):
         return self.key.values, min(high, rows), min(wide, columns)
 
     def layout(self, layers: Sequence[StoredLayer]) -> Layout | None:
-        """That of MXFP4, which has one; raises ArtifactError for damaged parts."""
         if self.key.values != "mxfp4":
             return None
         for layer in layers:
@@ -279,7 +259,7 @@ class ScaledPacking(Packing[ScaledWeight]):
             )
 
     def value(self, layer: StoredLayer, weight: ScaledWeight) -> ScaledWeight:
-        """Hold values and scales against what engines may take for granted."""
+        """Refuse values and scales that engines do not expect."""
         factors, wrong = weight.factors(), None
         zeros = layer.read([ZEROS] if ZEROS in self.parts else [])
         if weight.scales.dtype == torch.uint8 and bool((weight.scales == NO_EXPONENT).any()):
@@ -320,26 +300,26 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]
 def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]:
     for name, (n, k) in linears.items():
         if n % KERNEL_STEP or k % KERNEL_STEP:
-            return (f"vLLM on a card would refuse this artifact: {name} is {n} x {k}, no multiples of {KERNEL_STEP}",)
-        if rows > 1 and n % rows:
+            return (f"vLLM on a GPU would refuse this artifact: {name} is {n} x {k}, no multiples of {KERNEL_STEP}",)
+        if n % rows:
             return (f"vLLM would refuse to compute {name} and its neighbours as one: {n} rows are no blocks of {rows}",)
     return ()
 
 
 def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
-    """A writer; on success it writes the whole checkpoint."""
+    """Open a writer, which writes the whole checkpoint on success."""
     packing = ScaledPacking(_scheme_for(layout))
     settings = _quantization(packing.key, untouched(source, skeleton))
     return write_layers(packing, source, skeleton, run, layout, settings)
 
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
-    """Why engines cannot take a folder of this `quantization_config`."""
-    return {"vllm": "vLLM computes 4-bit floats on cards only"} if scheme_of(stored).kind.bits == 4 else {}
+    """Return by engine why it cannot load a folder of this `quantization_config`."""
+    return {"vllm": "vLLM computes 4-bit floats on GPUs only"} if scheme_of(stored).kind.bits == 4 else {}
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """The recipe's options as config.json records them."""
+    """Return the recipe's options that config.json records."""
     scheme = scheme_of(quantization_of(artifact.folder), own=True)
     refuse_other_dtypes(artifact.folder, [name for name in artifact.manifest.tensor_types if name != scheme.values])
     if scheme.kind.columns is not None:

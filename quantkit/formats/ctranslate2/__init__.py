@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quantkit.artifact import Artifact
 from quantkit.contracts.format import Content, Format, Kind, Loading, TensorReader
 from quantkit.errors import ArtifactError
+from quantkit.formats.ctranslate2.architectures import SourceTensors
+from quantkit.formats.ctranslate2.model_file import AGAIN, open_ct2_model, read_vocabulary, refuse_settings
+from quantkit.models.config import open_config
 from quantkit.untrusted import read_object
 
-if TYPE_CHECKING:
-    from quantkit.artifact import Artifact
-
-AGAIN = "Convert again with --force."
 EMBEDDINGS = ("decoder/embeddings/weight", "decoder/embeddings_0/weight")
 USAGE = """
 With `pip install ctranslate2 transformers`:
@@ -32,10 +32,6 @@ print(tokenizer.decode(result.sequences_ids[0]))
 
 
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> TensorReader:
-    from quantkit.formats.ctranslate2.architectures import SourceTensors
-    from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary, refuse_settings
-    from quantkit.models.config import open_config
-
     refuse_settings(folder / "config.json")
     model, tokens = open_ct2_model(folder / files[0]), len(read_vocabulary(folder / "vocabulary.json"))
     rows = next((v.shape[0] for name, v in model.variables.items() if name in EMBEDDINGS and v.shape), tokens)
@@ -53,7 +49,6 @@ def _recognizes(path: Path) -> bool:
 
 
 def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """The kinds that are written with these types, in the engine's words."""
     types = artifact.manifest.tensor_types
     plain = next((kind for kind in ("float16", "bfloat16", "float32") if kind in types), "")
     if "int8" not in types:

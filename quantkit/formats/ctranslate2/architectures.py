@@ -1,8 +1,7 @@
-"""The architectures of CTranslate2: which it computes exactly, and its variables back as a checkpoint's tensors.
+"""CTranslate2's architectures: which it computes exactly (measured with 4.8.5 and transformers 5.23), and their names.
 
-Exactness was measured with CTranslate2 4.8.5 and transformers 5.23. The way back undoes what `TransformersConverter` of
-CTranslate2 4.8 does (https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/converters/transformers.py):
-queries, keys and values fused into one weight, heads put in another order, GPT-2's weights transposed.
+`SourceTensors` undoes what CTranslate2's TransformersConverter does (python/ctranslate2/converters/transformers.py of
+https://github.com/OpenNMT/CTranslate2): fused queries, keys and values, heads in another order, transposed weights.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ OPT_POSITION_OFFSET = 2
 
 @dataclass(frozen=True)
 class Family:
-    """Where one family keeps its modules: `whole` names outer ones, `parts` those of a layer, both by scope."""
+    """Where a family keeps its modules: `whole` are outer ones, `parts` those of a layer, both by scope."""
 
     layers: str
     whole: dict[str, str]
@@ -40,7 +39,6 @@ class Family:
 
 
 def _parts_of(fused: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:
-    """The rows of queries, of keys and of values."""
     size = len(fused) // (heads + 2 * kv_heads)
     return np.split(fused, [heads * size, (heads + kv_heads) * size])
 
@@ -163,15 +161,15 @@ FAMILIES: dict[str, Family] = {
 # Why an architecture is refused. FAMILIES has the exact ones.
 NO_LOADER = "CTranslate2's converter has no loader for it"
 RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
+UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
 REFUSED = {
+    **dict.fromkeys(("codegen", "gemma4", "gemma4_unified", "gemma4_unified_text"), UNPROVEN),
     "gemma2": "CTranslate2 leaves out its soft-capping, so every answer would be a little wrong",
     "phi": RENAMED,
     "phi3": RENAMED,
     "gpt_neox": RENAMED,
     "gemma4_text": RENAMED,  # a head's size and key heads, which are of each block now
 }
-UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
-UNPROVEN_LOADERS = ("codegen", "gemma4", "gemma4_unified", "gemma4_unified_text")
 
 EXACT_ROPE = ("default", "linear")
 GEMMA_ROPE_THETA = 10_000.0
@@ -184,12 +182,12 @@ SHORTEST_WINDOW = 2048
 
 
 def reason_of(kind: str) -> str:
-    """Why a model type outside of `FAMILIES` is refused."""
-    return UNPROVEN if kind in UNPROVEN_LOADERS else REFUSED.get(kind, NO_LOADER)
+    """Return why a model type outside of `FAMILIES` is refused."""
+    return REFUSED.get(kind, NO_LOADER)
 
 
 def refusal_of_config(config: Mapping[str, Any]) -> str | None:
-    """The reason that a config.json gives as it stands, without transformers' defaults, or None."""
+    """Return the reason to refuse a config.json, without transformers' defaults, or None."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         return reason_of(str(kind))
@@ -201,7 +199,7 @@ def refusal_of_config(config: Mapping[str, Any]) -> str | None:
 
 
 def refusal(settings: Any) -> str | None:
-    """Why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
+    """Return why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
     kind = settings.model_type
     if kind not in FAMILIES:
         return reason_of(kind)
@@ -256,10 +254,9 @@ def _gemma3_refusal(settings: Any) -> str | None:
 
 
 class SourceTensors:
-    """The weights of a CTranslate2 model by the source's names, each dense float32 in the source's shape.
+    """The weights of a CTranslate2 model by the source's names and in its shapes, float32, without a tied output layer.
 
-    `config` is the transformers configuration of the source. A tied output layer is left out, as in checkpoints.
-    Raises UnsupportedError for an architecture that is not read, ArtifactError for a variable without a place.
+    Raises UnsupportedError for an unknown architecture, ArtifactError for a variable without a place.
     """
 
     def __init__(self, model: Ct2Model, config: Any) -> None:

@@ -1,9 +1,8 @@
-"""A model folder written by CTranslate2's own converter, whose faults are mended, with one block in memory at a time.
+"""Write a model folder with CTranslate2's own converter, with one block in memory at a time.
 
-The converter loads a whole model, in the configuration's dtype and not in the stored one, and its `ModelSpec.save`
-holds all tensors, as they were and quantized. Here it is given the model without its blocks, and then each block alone,
-in the order in which variables stand in a `model.bin` (model_file.py has the format). Its own code quantizes each
-variable, some rows at a time, so that the bytes are the same.
+The converter loads a whole model, and its `ModelSpec.save` holds all tensors twice. Here it gets the model without its
+blocks, then each block alone, in the order of a `model.bin`. Its own code quantizes each variable, some rows at a time,
+so that the bytes are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,11 +35,11 @@ Values = torch.Tensor | np.ndarray
 
 
 def write_model(source: Source, folder: Path, kind: str, progress: Progress | None = None) -> None:
-    """Write model.bin, config.json and vocabulary.json into `folder`, beside the tokenizer; raises UnsupportedError."""
+    """Write model.bin, config.json, vocabulary.json and the tokenizer into `folder`; raise UnsupportedError."""
     _convert(source, folder, kind, progress or Progress())
     tokenizer = source.tokenizer()
     keep_tokenizer(tokenizer, folder)  # config.json is now CTranslate2's own
-    _mend_settings(folder, tokenizer)
+    _fix_settings(folder, tokenizer)
 
 
 def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> None:
@@ -56,7 +54,6 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
         def load_model(self, _class: Any, _path: str, **_settings: Any) -> Any:
             return model.outside()
 
-    made = folder / "converted"
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     # The converter collects garbage after each block: 8.7 s of 10 for the demo model's 30, if everything is looked at.
@@ -67,11 +64,10 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
             source.copy_side_files(place)
             spec = Unread(str(place))._load()
         spec.validate()
-        made.mkdir()
         size = model.block_values + sum(math.prod(v.shape) for v in spec.variables().values() if v.shape)
         with progress.step("converting with CTranslate2", size, work=True) as advance:
             spec._serialize = lambda path: _write_model_file(Path(path), spec, model.variables(spec), kind, advance)
-            spec.save(str(made))
+            spec.save(str(folder))
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
             f"CTranslate2's converter cannot take {source.model} ({source.architecture}): {reason_of(error)}"
@@ -80,13 +76,10 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
         gc.unfreeze()
         if shows_bars:
             logging.enable_progress_bar()
-    for path in list(made.iterdir()):
-        path.rename(folder / path.name)
-    made.rmdir()
 
 
 class _Model:
-    """transformers' model of a source in the dtype that its weights are stored in, of whose blocks one is there."""
+    """transformers' model of a source in its stored dtype, with at most one block in memory."""
 
     def __init__(self, source: Source) -> None:
         stored = {info.dtype for info in source.tensors.values()}
@@ -100,7 +93,7 @@ class _Model:
         self._kinds = getattr(self._model.config, "layer_types", None)
 
     def outside(self) -> Any:
-        """The model without its blocks, and with all other weights."""
+        """Return the model without its blocks."""
         self._take([])
         self._read(self._model, "")
         self._model.tie_weights()
@@ -118,14 +111,14 @@ class _Model:
             set_parameter(module, name, self._source.tensor(stored).to(self._dtype))
 
     def variables(self, spec: Any) -> Iterator[tuple[str, Any, bool]]:
-        """Those of a model.bin in its order, each with its name, and whether its codes have scales."""
+        """Yield those of a model.bin in order: name, variable, and whether its codes have scales."""
         outer = dict(spec.variables())
         blocks = {f"decoder/layer_{index}/": index for index in range(len(self._blocks))}
-        for name in sorted({*outer, *blocks}):
-            if name in outer:
-                yield name, outer[name], _has_scales(spec, name)
-            else:
+        for name in sorted(outer | blocks):
+            if name in blocks:
                 yield from self._of_block(name, blocks[name])
+            else:
+                yield name, outer[name], _has_scales(spec, name)
 
     def _of_block(self, prefix: str, index: int) -> Iterator[tuple[str, Any, bool]]:
         from ctranslate2.converters.transformers import _MODEL_LOADERS
@@ -147,12 +140,12 @@ def _has_scales(spec: Any, name: str) -> bool:
     return hasattr(index_spec(spec, scope), f"{leaf}_scale")
 
 
-def _mend_settings(folder: Path, tokenizer: Any) -> None:
-    """Mend two faults of the converter: null for a missing special token, tokens moved over unused ids."""
+def _fix_settings(folder: Path, tokenizer: Any) -> None:
+    """Fix two faults of the converter: null for a missing special token, tokens moved over unused ids."""
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    mended = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
-    path.write_text(json.dumps(mended, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    fixed = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
+    path.write_text(json.dumps(fixed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     path = folder / "vocabulary.json"
     written = json.loads(path.read_text(encoding="utf-8"))
     places = tokenizer.get_vocab()
@@ -166,27 +159,16 @@ def _mend_settings(folder: Path, tokenizer: Any) -> None:
 def _write_model_file(
     path: Path, spec: Any, variables: Iterator[tuple[str, Any, bool]], kind: str, advance: Callable[[int], None]
 ) -> None:
-    """Write the `variables` of the engine's `spec`, quantized to `kind`; `advance` is told of every value.
-
-    Variables with the same values are stored once, as in the engine's own code. Raises UnsupportedError for a variable
-    that is too large for the format.
-    """
+    """Write the `variables` of the engine's `spec`, quantized to `kind`, equal ones once; raise UnsupportedError."""
     from ctranslate2.specs.model_spec import SKIP_CREATING_ALIAS
 
     seen: dict[Any, str] = {}
     aliases: list[tuple[str, str]] = []
-    scales: dict[str, np.ndarray] = {}
     with path.open("wb") as file:
         file.write(struct.pack("<I", VERSION) + _text(spec.name) + struct.pack("<I", spec.revision))
         counted, count = file.tell(), 0
         file.write(struct.pack("<I", 0))
-        for name, variable, has_scales in chain(variables, [("", None, False)]):
-            for ready in sorted(other for other in scales if not name or other < name):
-                array = scales.pop(ready)
-                file.write(_head(ready, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
-                count += 1
-            if not name:
-                break
+        for name, variable, has_scales in variables:
             value = variable.tensor if hasattr(variable, "tensor") else variable.numpy()
             size = math.prod(variable.shape) if variable.shape else 0
             if variable.shape and name.rpartition("/")[2] not in SKIP_CREATING_ALIAS:
@@ -195,10 +177,7 @@ def _write_model_file(
                     aliases.append((name, seen[same]))
                     advance(size)
                     continue
-            scale = _write_variable(path, file, name, value, kind, has_scales)
-            if scale is not None:
-                scales[f"{name}_scale"] = scale
-            count += 1
+            count += _write_variable(path, file, name, value, kind, has_scales)
             advance(size)
         file.write(struct.pack("<I", len(aliases)))
         for alias, holder in aliases:
@@ -208,13 +187,12 @@ def _write_model_file(
 
 
 def _slabs(value: Values, rows: int | None = None) -> Iterator[Any]:
-    """Some `rows` after the other; by default as many as have `SLAB` values."""
     rows = rows or max(1, SLAB // max(1, math.prod(value.shape[1:])))
     return (value[start : start + rows] for start in range(0, len(value), rows))
 
 
 def _digest(value: Values) -> bytes:
-    """The same for values that are equal: 0 and -0 are."""
+    """Hash values so that 0 and -0 are equal."""
     digest = hashlib.sha256()
     for slab in _slabs(value):
         plain = slab + 0
@@ -222,14 +200,11 @@ def _digest(value: Values) -> bytes:
     return digest.digest()
 
 
-def _write_variable(
-    path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool
-) -> np.ndarray | None:
-    """Write one variable as the engine's code quantizes it; return the scales of its codes, where it gives some."""
+def _write_variable(path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool) -> int:
+    """Write one variable as the engine's code quantizes it, and the scales of its codes; return how many these are."""
     if not value.shape:
-        array = np.asarray(value)
-        file.write(_head(name, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
-        return None
+        _write_array(file, name, np.asarray(value))
+        return 1
     scales: list[np.ndarray] = []
     # The scale of int16 is that of a whole tensor, all else of rows or of single values.
     for number, slab in enumerate(_slabs(value, len(value) if has_scales and kind == "int16" else None)):
@@ -246,12 +221,13 @@ def _write_variable(
         if scale is not None:
             scales.append(scale)
     if not scales:
-        return None
-    return scales[0] if not scales[0].shape else np.concatenate(scales)
+        return 1
+    _write_array(file, f"{name}_scale", np.concatenate(scales) if scales[0].shape else scales[0])
+    return 2
 
 
 def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarray | None]:
-    """The engine's variable that its own code makes of some rows, and their scale where they become codes."""
+    """Return the engine's variable of some rows, and their scale if they become codes."""
     from ctranslate2.specs.common_spec import LayerNormSpec, LinearSpec
     from ctranslate2.specs.model_spec import OPTIONAL, NumpyVariable, PyTorchVariable
 
@@ -267,6 +243,10 @@ def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarr
     layer.optimize(quantization=kind)
     scale = layer.weight_scale
     return layer.weight, None if scale == OPTIONAL else np.asarray(scale.numpy())
+
+
+def _write_array(file: BinaryIO, name: str, array: np.ndarray) -> None:
+    file.write(_head(name, array.shape, array.dtype.name, array.nbytes) + array.tobytes())
 
 
 def _head(name: str, shape: tuple[int, ...], dtype: str, nbytes: int) -> bytes:

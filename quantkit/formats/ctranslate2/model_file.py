@@ -1,4 +1,4 @@
-"""CTranslate2's `model.bin`: named variables and aliases, each read when it is asked for; numpy only.
+"""CTranslate2's `model.bin`: named variables and aliases, each read on demand; numpy only.
 
 Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
 (https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/specs/model_spec.py):
@@ -9,8 +9,7 @@ Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
     uint32 count of aliases, each: string alias; string name of the variable
     string: uint16 length with the final NUL; UTF-8 bytes; NUL
 
-Quantized variables have a second one, `NAME_scale`: value = code / scale, one float32 scale for each row (int8) or
-for the tensor (int16).
+Codes have a second variable, `NAME_scale`, float32 of each row (int8) or of the tensor (int16): value = code / scale.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from quantkit.checkpoints.rows import to_float32
 from quantkit.errors import ArtifactError
 from quantkit.untrusted import read_json, read_object, shown, told
 
@@ -47,7 +47,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Variable:
-    """Where one variable lies: type name, shape, first byte and length in bytes."""
+    """Where one variable is in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,24 +57,21 @@ class Variable:
 
 @dataclass(frozen=True)
 class Ct2Model:
-    """The content of one `model.bin`. `aliases` maps a name to the variable that holds its values."""
+    """One `model.bin`. `aliases` maps a name to the variable with its values."""
 
     path: Path
     variables: dict[str, Variable]
     aliases: dict[str, str]
 
     def types(self) -> Mapping[str, int]:
-        """How many variables have each type, without settings and scales."""
+        """Count variables by type, without settings and scales."""
         return Counter(v.dtype for name, v in self.variables.items() if v.shape and not name.endswith("_scale"))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.variables[self.aliases.get(name, name)].shape
 
     def raw(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The stored numbers of a variable or alias (bfloat16 as uint16), or rows `start:stop` of it, from the file.
-
-        Raises ArtifactError for an unknown name, and for a file that has become shorter.
-        """
+        """Read the stored numbers of a variable or alias, or rows of it (bfloat16 as uint16); raise ArtifactError."""
         variable = self.variables.get(self.aliases.get(name, name))
         if variable is None:
             raise ArtifactError(f"{self.path} has no variable {name}. {AGAIN}")
@@ -91,17 +88,12 @@ class Ct2Model:
         return part.view(kind).reshape(shape)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The dense values of a variable or alias, or rows of it: float32, its shape, codes divided by their scale.
-
-        Raises ArtifactError for an unknown name, and for codes without a usable scale.
-        """
+        """Read a variable or alias, or rows of it, as float32: codes divided by their scale; raise ArtifactError."""
         holder = self.aliases.get(name, name)
         stored = self.raw(holder, start, stop)
         kind = self.variables[holder].dtype
-        if kind == "bfloat16":
-            return (stored.astype(np.uint32) << 16).view(np.float32)
         if kind not in ("int8", "int16"):
-            return stored.astype(np.float32, copy=False)
+            return to_float32(stored, "BF16" if kind == "bfloat16" else kind)
         known = self.variables.get(f"{holder}_scale")
         by_rows = known is not None and known.shape == self.variables[holder].shape[:1]
         scale = self.raw(f"{holder}_scale", start, stop) if by_rows else self.raw(f"{holder}_scale")
@@ -117,17 +109,15 @@ class Ct2Model:
 
 
 def read_vocabulary(path: Path) -> list[str]:
-    """The tokens in a vocabulary.json by their ids; raises ArtifactError."""
+    """Return the tokens of a vocabulary.json by id; raise ArtifactError."""
     tokens = read_json(path, ArtifactError, AGAIN)
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise ArtifactError(f"{path} is no list of tokens. {AGAIN}")
-    with told(f"{path} holds a token that is no text", ArtifactError, AGAIN):
-        "".join(tokens).encode("utf-8")
     return tokens
 
 
 def refuse_settings(path: Path) -> None:
-    """Raise ArtifactError where the engine cannot read its settings in a config.json."""
+    """Raise ArtifactError for a config.json that the engine cannot read."""
     settings = read_object(path, ArtifactError, AGAIN)
     for name, value in (dict.fromkeys(TOKENS) | settings).items():
         known = SETTINGS.get(name, (str, bool, int, float, type(None)))
@@ -135,13 +125,9 @@ def refuse_settings(path: Path) -> None:
             raise ArtifactError(f"{path}: {name} is {shown(value)}, which the engine cannot read. {AGAIN}")
         if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
             raise ArtifactError(f"{path}: {name} is {shown(value)}, which is beyond what the engine can read. {AGAIN}")
-        with told(f"{path}: {name} is no text", ArtifactError, AGAIN):
-            str(value).encode("utf-8")
 
 
 class _Cursor:
-    """Reads numbers and strings one after the other; a read past the end raises ArtifactError."""
-
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file, self.at, self.size = path, file, 0, path.stat().st_size
 
@@ -171,7 +157,7 @@ class _Cursor:
 
 
 def open_ct2_model(path: str | Path) -> Ct2Model:
-    """Read names and places of all variables of a `model.bin`; raises ArtifactError for a damaged file."""
+    """Read names and places of all variables of a `model.bin`; raise ArtifactError for a damaged file."""
     path = Path(path)
     if not path.is_file() or path.stat().st_size < 4:
         raise ArtifactError(f"{path} is missing or empty. {AGAIN}")

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import TensorInfo
-from quantkit.checkpoints.side_files import find_side_files
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
+from quantkit.formats.float import Checkpoint
 from quantkit.formats.gguf.header import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT16, UINT32, Header
 from quantkit.formats.gguf.hyperparameters import find_architecture, read_shape
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
 from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, SUPPRESSED, read_vocabulary
-from quantkit.models.config import load_tokenizer
-from quantkit.models.source import Source
 from quantkit.untrusted import shown
-
-if TYPE_CHECKING:
-    from quantkit.artifact import Artifact
 
 ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
 ROWS = ".vocab_size"
@@ -41,41 +35,18 @@ KINDS = {
     **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), (ARRAY, STRING)),
     "tokenizer.ggml.scores": (ARRAY, FLOAT32),
     **dict.fromkeys(("tokenizer.ggml.token_type", SUPPRESSED), (ARRAY, INT32)),
-    **dict.fromkeys(
-        (f"tokenizer.ggml.{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix",
-                                               "remove_extra_whitespaces")),
-        (BOOL,),
-    ),
-    "split.no": (UINT16,),
-    "split.count": (UINT16,),
+    **dict.fromkeys(("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"), (BOOL,)),
+    **dict.fromkeys(("tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces"), (BOOL,)),
+    **dict.fromkeys(("split.no", "split.count"), (UINT16,)),
     "split.tensors.count": (INT32,),
-}  # fmt: skip
+}
 NEEDED = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens")
 
 
-class _Read(Source):
-    """What was read of a file, as a source of the tensors that a plan asks for."""
-
-    name = model = "the file"
-    weight_files = hashed_files = []  # noqa: RUF012 - nothing of it is read
-
-    def __init__(
-        self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path | None = None
-    ) -> None:
-        self.config, self.whole_config, self.folder = config, config, folder or Path()
-        self.tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
-
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        raise NotImplementedError
-
-    def copy_side_files(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def side_files(self) -> dict[str, Path]:
-        return find_side_files(self.folder)
-
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self.folder)
+def _as_source(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path | None = None) -> Checkpoint:
+    """Return a source of these tensors, for a plan; none is read."""
+    tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
+    return Checkpoint(folder or Path(), "the file", None, config, tensors)
 
 
 @contextmanager
@@ -87,21 +58,16 @@ def _of_its_config() -> Iterator[None]:
 
 
 def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ArtifactError where a model of that config.json has other tensors than were read, by name and shape."""
+    """Raise ArtifactError if a model of that config.json has other tensors."""
     with _of_its_config():
-        make_plan(_Read(config, shapes), ANY_TYPE)
-
-
-def types_of(path: Path) -> Mapping[str, int]:
-    """Tensors by their type, of all files of a model, of which `path` is the first."""
-    return Counter(tensor.type for header in headers_of(path) for tensor in header.tensors)
+        make_plan(_as_source(config, shapes), ANY_TYPE)
 
 
 def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
-    """Raise ArtifactError where the architecture's keys are others than are written for that config.json."""
+    """Raise ArtifactError if the architecture's keys are not those that are written for that config.json."""
     header, tensors = headers[0], [tensor for each in headers for tensor in each.tensors]
-    source = _Read(config, {tensor.name: tensor.shape for tensor in tensors})
     with _of_its_config():
+        source = _as_source(config, {tensor.name: tensor.shape for tensor in tensors})
         name, shape = find_architecture(source).name, read_shape(source)
     written = {f"{name}.{key}": value for key, value in shape.keys.items()}
     found = {key: value for key, value in header.keys.items() if key.startswith(f"{name}.") and key != f"{name}{ROWS}"}
@@ -118,12 +84,12 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
 
 
 def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
-    """Raise ArtifactError where the tokenizer in the file is another than the one that lies beside it."""
-    source = _Read(dict(artifact.manifest.source.config), {}, artifact.folder)
+    """Raise ArtifactError if the file's tokenizer is not the one in its folder."""
     tokens = header.keys["tokenizer.ggml.tokens"]
     try:
+        source = _as_source(dict(artifact.manifest.source.config), {}, artifact.folder)
         written = read_vocabulary(source, len(tokens) if isinstance(tokens, list) else 0).keys
-    except (SourceError, UnsupportedError) as error:
+    except (SourceError, UnsupportedError, ValueError) as error:
         raise ArtifactError(f"{header.path} cannot be held against the tokenizer beside it: {error}") from None
     found = {key: value for key, value in header.keys.items() if key.startswith(KEYS)}
     for key in (*written, *found):
@@ -132,7 +98,7 @@ def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
 
 
 def _refuse_kinds(header: Header) -> None:
-    """Raise ArtifactError for keys whose values are of types that llama.cpp does not take, or that it lacks."""
+    """Raise ArtifactError for missing keys, and for value types that llama.cpp does not take."""
     for key in NEEDED:
         if key not in header.keys:
             raise ArtifactError(f"{header.path} lacks the key {key}")
@@ -154,7 +120,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """Return what the file's keys say of the recipe; raises ArtifactError for keys of another model."""
+    """Return what the file's keys say of the recipe; raise ArtifactError for keys of another model."""
     import gguf
 
     headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])

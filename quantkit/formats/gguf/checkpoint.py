@@ -1,10 +1,8 @@
-"""A GGUF file as a source: every tensor dequantized by ggml, in transformers' names and row order.
+"""A GGUF file as a source: tensors dequantized by ggml, in transformers' names and row order.
 
-config.json is what transformers reads from the file's keys, with what it leaves out, or one that is given. transformers
-reads some keys only in part, and a checkpoint with a wrong rope or without its biases loads and computes something
-else: so the file that would be written from the checkpoint must have the same keys. The tokenizer is what transformers
-rebuilds from the file. It does not always split text as the source's did, so it is held against llama.cpp's ids; where
-they differ, the source's own tokenizer has to be given.
+transformers reads config.json from the file's keys, some only in part: a checkpoint with a wrong rope or without biases
+would load and compute something else. So a file written from the checkpoint must have the same keys. The tokenizer
+that transformers rebuilds from the file must give llama.cpp's ids, or the source's own has to be given.
 """
 
 from __future__ import annotations
@@ -59,11 +57,9 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # th
 
 
 class GgufCheckpoint(Source):
-    """The model in a GGUF file (of a split one the first file) as a source; its values come as float32.
+    """A GGUF file (the first of a split one) as a source of float32 values; raises ArtifactError, UnsupportedError.
 
-    `tokenizer_folder` has the tokenizer to take instead of the file's, `config` is a config.json. Raises ArtifactError
-    for a file that cannot be read, UnsupportedError where the configuration means something else than the file says or
-    the file's tokenizer comes out otherwise than llama.cpp's.
+    `tokenizer_folder` and `config` replace the file's tokenizer and configuration.
     """
 
     format = "gguf"
@@ -96,36 +92,30 @@ class GgufCheckpoint(Source):
 
     @property
     def name(self) -> str:
-        """The file's name without its ending."""
         return self.path.stem
 
     @property
     def weight_files(self) -> list[str]:
-        """Names of the files."""
         return [header.path.name for header in self._headers]
 
     hashed_files = weight_files
 
     @property
     def quantization(self) -> str | None:
-        """The file's types but for floats."""
         kinds = sorted({tensor.type for header in self._headers for tensor in header.tensors} - FLOAT_TYPES)
         return f"gguf, {', '.join(kinds)}" if kinds else None
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows of a tensor, in float32."""
         self.info(name)
         return np.ascontiguousarray(self._rows[name].read(start, stop)).reshape(-1).view(np.uint8)
 
     def copy_side_files(self, folder: Path) -> None:
-        """Put the tokenizer into `folder`: the given one, or what transformers rebuilds."""
         if self._tokenizer_folder is not None:
             copy_side_files(self._tokenizer_folder, folder)
         else:
             self._rebuilt_tokenizer.save_pretrained(folder)
 
     def tokenizer(self) -> Any:
-        """The tokenizer."""
         return load_tokenizer(self._tokenizer_folder) if self._tokenizer_folder else self._rebuilt_tokenizer
 
     @cached_property
@@ -143,7 +133,7 @@ def _given(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _keys_alone(path: Path, keys: Mapping[str, Any], tokenizer: bool) -> Iterator[Path]:
-    """A file of these keys, with the `tokenizer` or without, as transformers reads them: numbers, and no tensors."""
+    """Write these keys into a file without tensors, for transformers to read."""
     import gguf
 
     kinds = gguf.GGUFValueType
@@ -163,7 +153,7 @@ def _keys_alone(path: Path, keys: Mapping[str, Any], tokenizer: bool) -> Iterato
 
 
 def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What transformers reads from the file's keys, and what only its tensors tell."""
+    """Return what transformers reads from the file's keys, and what only its tensors show."""
     from transformers import AutoConfig
 
     with (
@@ -186,7 +176,7 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
 
 
 def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
-    """The tokenizer that transformers rebuilds from the file, if it gives llama.cpp's ids."""
+    """Return the tokenizer that transformers rebuilds from the file, if it gives llama.cpp's ids."""
     from transformers import AutoTokenizer
 
     fix = "Make a checkpoint of it with `quantkit import` and the folder of the source's tokenizer (--tokenizer)."
@@ -214,16 +204,13 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
 
 
 def _own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a file's own architecture, without its name in front."""
+    """Return the keys of a file's own architecture, without its name in front."""
     prefix = f"{keys['general.architecture']}."
     return {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
 
 
 def _refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError where the checkpoint `source` is not what a GGUF file with these keys computes.
-
-    `factors` are the file's rope divisors by name. Raises SourceError where tensors are missing.
-    """
+    """Raise UnsupportedError if the checkpoint is not what a file of these keys and rope divisors computes."""
     plan = make_plan(source, "F32")
     name = plan.architecture.name
     if name != keys["general.architecture"]:

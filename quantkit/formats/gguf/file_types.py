@@ -1,9 +1,7 @@
 """Which tensor gets which type: the mixes behind names such as Q4_K_M.
 
-The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36), so
-that a file of quantkit equals the file of llama.cpp's own two steps. Tests hold them against that library.
-
-Types that are given for single tensors come before the rules. Not here: the TQ types, Q4_0 .. Q5_1 as file types.
+The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36); tests compare
+them with that library. Types given for single tensors come first. Not here: TQ types, Q4_0 .. Q5_1 as file types.
 """
 
 from __future__ import annotations
@@ -53,14 +51,20 @@ TABLES = (EMBEDDING, PER_LAYER)  # with a row for each token; of both the type i
 # By file type, what an embedding of its own and the output of the attention of a dense model take.
 EMBEDDINGS = dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K")
 EMBEDDINGS |= dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S")
+# What values take, where four heads share them, and in how many first blocks they take Q5_K.
+VALUES_OF = {"Q2_K": "Q3_K", "IQ3_M": "Q4_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}
+SHARED_VALUES = dict.fromkeys(("Q2_K", "Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"), "Q4_K")
+SHARED_VALUES |= {"IQ4_XS": "Q5_K", "IQ4_NL": "Q5_K"}
+FIRST_VALUES = {"Q3_K_M": 2, "Q4_K_S": 4}
+# What the last matrices of the feed-forward layers take, and those of the first eighth of the blocks.
+DOWN_OF = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}
+FIRST_DOWN = {"Q2_K_S": "Q4_K", "Q4_K_S": "Q5_K", "IQ3_M": "Q4_K", "IQ4_XS": "Q5_K", "IQ4_NL": "Q5_K"}
 ATTENTION_OUTPUTS = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K"}
 
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """What the rules go by: counts, experts 0 if dense, llama.cpp's name of the architecture, and `weighted`: whether
-    there is an importance.
-    """
+    """What the rules depend on. `experts` is 0 if dense; `weighted`: there is an importance."""
 
     blocks: int
     heads: int
@@ -72,36 +76,36 @@ class ModelCounts:
 
     @property
     def sharing(self) -> int:
-        """Query heads that share one key-value head in the first block; 0 where that one has no attention."""
+        """Query heads per key-value head in the first block; 0 if it has no attention."""
         return self.heads // self.kv_heads if self.kv_heads else 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The type of a tensor, and the type that was meant before the row length was looked at."""
+    """The type of a tensor, and the type that was meant before the row length was known."""
 
     type: str
     intended: str
 
 
 def stays_float(name: str, dimensions: int) -> bool:
-    """Whether a tensor of the file stays F32 in every file type."""
+    """Return whether a tensor stays F32 in every file type."""
     return dimensions < 2 or not name.endswith("weight") or name.endswith(("_norm.weight", *FLOAT_PARTS))
 
 
 def stays_half(name: str) -> bool:
-    """Whether a tensor stays in 16 bits where no type is given for it."""
+    """Return whether a tensor without a given type stays in 16 bits."""
     return any(part in name for part in HALF_PARTS)
 
 
 def block_of(name: str) -> int:
-    """The block that a tensor name such as ``blk.3.attn_q.weight`` belongs to; -1 for none."""
+    """Return the block of a tensor name such as ``blk.3.attn_q.weight``; -1 for none."""
     match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 def given_type(name: str, types: Mapping[str, str]) -> str | None:
-    """The type that is given for the tensor `name`, or None: the last pattern that is its name or is found in it."""
+    """Return the given type of a tensor: that of the last pattern that equals its name or is found in it."""
     matching = [kind for pattern, kind in types.items() if pattern == name or re.search(pattern, name)]
     return matching[-1] if matching else None
 
@@ -109,10 +113,9 @@ def given_type(name: str, types: Mapping[str, str]) -> str | None:
 def choose_types(
     shapes: Mapping[str, tuple[int, ...]], file_type: str, model: ModelCounts, types: Mapping[str, str] | None = None
 ) -> dict[str, Choice]:
-    """Choose the type of every tensor by its name in the file and its shape (rows, columns), in the order of the file.
+    """Choose the type of every tensor by its name in the file and its shape, in the order of the file.
 
-    Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `types`
-    are given by regular expression, each one of `TENSOR_TYPES`; they change no tensor that stays F32.
+    `file_type` is a key of `DEFAULT`. `types` maps regular expressions to `TENSOR_TYPES`.
     """
     chosen: dict[str, Choice] = {}
     seen: Counter[tuple[str, ...]] = Counter()
@@ -139,7 +142,7 @@ def choose_types(
 
 
 def fitting(intended: str, columns: int) -> str:
-    """`intended`, or the type that stands in for it where `columns` is no whole number of its blocks."""
+    """Return `intended`, or its fallback if `columns` is no whole number of its blocks."""
     for name in (intended, FALLBACK.get(intended, NARROWEST)):
         if columns % block_type(name).block == 0:
             return name
@@ -183,7 +186,7 @@ def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: b
 
 
 def _narrow_iq(kind: str, i: int, file_type: str, default: str, model: ModelCounts) -> str:
-    """The file types of 1 and 2 bits: a few tensors take a wider type."""
+    """Of the file types of 1 and 2 bits: a few tensors take a wider type."""
     wider = "IQ3_S" if file_type in ("IQ2_S", "IQ2_M") else "Q2_K"
     if kind in VALUES:
         return "Q4_K" if model.sharing >= 4 or model.experts >= 4 else wider
@@ -204,20 +207,12 @@ def _more(i: int, n: int) -> bool:
 
 
 def _values(i: int, file_type: str, default: str, model: ModelCounts) -> str:
-    kind = default
-    if file_type == "Q2_K":
-        kind = "Q4_K" if model.sharing >= 4 else "Q3_K"
-    elif file_type in ("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"):
-        kind = "Q4_K" if model.sharing >= 4 else default
-    elif file_type == "IQ3_M":
-        kind = "Q4_K"
-    elif file_type in ("IQ4_XS", "IQ4_NL"):
-        kind = "Q5_K" if model.sharing >= 4 else default
-    elif file_type == "Q3_K_M":
-        kind = "Q5_K" if i < 2 else "Q4_K"
-    elif file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < 4):
+    kind = VALUES_OF.get(file_type, default)
+    if model.sharing >= 4:
+        kind = SHARED_VALUES.get(file_type, kind)
+    if i < FIRST_VALUES.get(file_type, 0):
         kind = "Q5_K"
-    elif file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.values):
+    if file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.values):
         kind = "Q6_K"
     # llama.cpp knows Llama-2-70B and Qwen2-72B by these numbers; eight query heads share the values there.
     large = model.blocks == 80 and (model.name == "qwen2" or (model.name == "llama" and model.heads != model.kv_heads))
@@ -227,22 +222,16 @@ def _values(i: int, file_type: str, default: str, model: ModelCounts) -> str:
 
 
 def _down(i: int, file_type: str, default: str, model: ModelCounts) -> str:
-    n = model.blocks
-    if file_type == "Q2_K":
-        return "Q3_K"
-    if file_type == "Q2_K_S":
-        return "Q4_K" if i < n // 8 else default
-    if file_type == "Q3_K_M":
-        return "Q5_K" if i < n // 16 else "Q4_K"
-    if file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < n // 8):
+    n, in_first = model.blocks, i < model.blocks // 8
+    if file_type == "Q3_K_M" and i < n // 16:
         return "Q5_K"
     if file_type in ("Q4_K_M", "Q5_K_M") and _more(i, n):
         return "Q6_K"
-    if file_type == "IQ3_M" and (i < n // 8 or (model.experts == 8 and _more(i, n))):
+    if file_type == "IQ3_M" and model.experts == 8 and _more(i, n):
         return "Q4_K"
-    if file_type in ("IQ4_XS", "IQ4_NL") and i < n // 8 and not model.weighted:
-        return "Q5_K"
-    return default
+    if in_first and file_type in FIRST_DOWN and not (file_type in ("IQ4_XS", "IQ4_NL") and model.weighted):
+        return FIRST_DOWN[file_type]
+    return DOWN_OF.get(file_type, default)
 
 
 def _down_of_falcon(i: int, file_type: str, default: str, model: ModelCounts) -> str:
@@ -255,7 +244,7 @@ def _down_of_falcon(i: int, file_type: str, default: str, model: ModelCounts) ->
 
 
 def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:
-    """Say in a sentence each how many tensors have rows that do not fit the type that was meant."""
+    """Say how many tensors have rows that do not fit the type that was meant."""
     changes = Counter((c.intended, c.type) for c in chosen.values() if c.type != c.intended)
     counts: dict[int, list[str]] = {}
     totals: Counter[int] = Counter()

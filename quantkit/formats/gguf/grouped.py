@@ -1,9 +1,8 @@
-"""Codes in GGUF whose grids are those of a type: symmetric groups of 4 or 8 bits are Q4_0 or Q8_0, MXFP4 is MXFP4.
+"""Grouped codes as GGUF blocks: symmetric groups of 4 or 8 bits are Q4_0 or Q8_0, MXFP4 is MXFP4.
 
 A block of Q4_0 is 32 values (q - 8) * d, one of Q8_0 is 32 values q * d, with d float16. A group of codes c of b bits
-with the scale s has the values (c - 2^(b-1)) * s; so q = c for Q4_0, q = c - 128 for Q8_0, and d = s, which a group of
-64 or 128 columns repeats in each of its blocks. One of MXFP4 is an exponent of E8M0 and 32 codes of E2M1, as the OCP
-Microscaling Formats 1.0 have them. Layout of the blocks: ggml-common.h of https://github.com/ggml-org/ggml.
+with the scale s has the values (c - 2^(b-1)) * s; so q = c for Q4_0, q = c - 128 for Q8_0, and d = s, repeated in each
+block of the group. A block of MXFP4 is an exponent of E8M0 and 32 codes of E2M1 (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, UnsupportedError
-from quantkit.formats._grouped import refuse_head, resolve_group_size
+from quantkit.formats._grouped_codes import refuse_head, resolve_group_size
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file
 from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
@@ -75,12 +74,12 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]
 
 
 def type_of(layout: Layout) -> str:
-    """The type whose blocks hold such layers."""
+    """Return the type whose blocks hold such layers."""
     return TYPES[layout.bits] if layout.values == "codes" else FLOATS
 
 
 def _plan(source: Source, skeleton: Skeleton, layout: Layout) -> GgufFile:
-    """The file, with the type of the codes for each linear layer of the blocks."""
+    """Plan the file, with the type of the codes for each linear layer of the blocks."""
     linears, kind = skeleton.linears(), type_of(layout)
     file = plan_file(source, OTHERS)
     coded = [tensor.name for tensor in file.plan.tensors if tensor.parts and tensor.parts.keys() <= linears.keys()]
@@ -88,14 +87,13 @@ def _plan(source: Source, skeleton: Skeleton, layout: Layout) -> GgufFile:
 
 
 class _Writer(TensorWriter):
-    """Packs layers of codes as they come, into a spool; the file is written at the end."""
+    """Packs layers of codes into a spool as they come; the file is written at the end."""
 
     layout: Layout
     skeleton: Skeleton
     floats: Collection[str]  # names of what the file has in float32
 
     def add(self, name: str, value: Written) -> None:
-        """Pack a layer's codes, or keep the values of a norm, a bias or a router."""
         if isinstance(value, GroupedWeight):
             self.checkpoint.add(name, pack(value))
         elif isinstance(value, ScaledWeight):
@@ -107,7 +105,6 @@ class _Writer(TensorWriter):
             super().add(name, value)
 
     def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight | ScaledWeight]:
-        """What was added of the block whose names begin with `prefix`."""
         return {name: self._read(name) for name in sorted(self.checkpoint.names()) if name.startswith(prefix)}
 
     def _read(self, name: str) -> torch.Tensor | GroupedWeight | ScaledWeight:
@@ -121,7 +118,6 @@ class _Writer(TensorWriter):
         return unpack(stored, self.layout.bits, size if isinstance(size, int) else -1)
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
-        """Give a layer other scales (N, G)."""
         value = self._read(name)
         assert isinstance(value, GroupedWeight)
         self.checkpoint.replace(name, pack(replace(value, scales=scales)))
@@ -143,7 +139,7 @@ def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Itera
 
 
 def pack(weight: GroupedWeight) -> torch.Tensor:
-    """The blocks of a symmetric layer of 4 or 8 bits, (N, bytes of a row) uint8."""
+    """Return the blocks of a symmetric layer of 4 or 8 bits, (N, bytes of a row) uint8."""
     rows, columns = weight.shape
     codes = weight.codes.reshape(rows, columns // BLOCK, BLOCK)
     each = weight.scales.repeat_interleave(columns // weight.scales.shape[1] // BLOCK, 1)
@@ -153,7 +149,7 @@ def pack(weight: GroupedWeight) -> torch.Tensor:
 
 
 def unpack(stored: torch.Tensor, bits: int, group_size: int) -> GroupedWeight:
-    """The inverse, with a scale for each `group_size` columns (-1: for the row)."""
+    """Invert `pack`, with a scale for each `group_size` columns (-1: for the row)."""
     width = 2 + (BLOCK // 2 if bits == 4 else BLOCK)
     blocks = stored.reshape(len(stored), -1, width)
     scales, values = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
@@ -168,20 +164,20 @@ def unpack(stored: torch.Tensor, bits: int, group_size: int) -> GroupedWeight:
 
 
 def pack_floats(weight: ScaledWeight) -> torch.Tensor:
-    """The blocks of a layer of 4-bit floats that share powers of two by 32, (N, bytes of a row) uint8."""
+    """Return the blocks of a layer of MXFP4, (N, bytes of a row) uint8."""
     rows, columns = weight.shape
     codes = weight.values.reshape(rows, columns // BLOCK, BLOCK)
     return torch.cat([weight.scales.unsqueeze(-1), _nibbles(codes)], -1).reshape(rows, -1)
 
 
 def unpack_floats(stored: torch.Tensor) -> ScaledWeight:
-    """The inverse."""
+    """Invert `pack_floats`."""
     blocks = stored.reshape(len(stored), -1, 1 + BLOCK // 2)
     return ScaledWeight(_of_nibbles(blocks[..., 1:]).flatten(1), blocks[..., 0].contiguous(), (1, BLOCK))
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte: the first half of a block low, the second half high."""
+    """Put two codes into a byte: the first half of a block low, the second half high."""
     return codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << 4)
 
 

@@ -1,9 +1,8 @@
-"""The header of a GGUF file: its keys, and where each tensor lies.
+"""The header of a GGUF file: its keys, and the place of each tensor.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Nothing of a file is
-believed before it is held against the file's size and the limits below, which lie far beyond every published file.
-What ggml refuses (ggml/src/gguf.cpp) is refused: names that come twice, lists in lists, tensors that do not follow one
-another.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Numbers are checked
+against the file's size and limits far beyond every published file. What ggml refuses (ggml/src/gguf.cpp) is refused:
+duplicate names, lists in lists, tensors that do not follow one another.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Stored:
 
     @property
     def weights(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
     @property
@@ -77,12 +75,11 @@ class Header:
 
     @property
     def unusual(self) -> tuple[str, ...]:
-        """Keys of whole numbers of another width than 32 bits, or with a sign."""
+        """Keys of whole numbers that are not uint32."""
         return tuple(key for key, value in self.keys.items() if type(value) is int and self.kinds[key] != (UINT32,))
 
     @property
     def weights(self) -> int:
-        """Of all tensors together."""
         return sum(t.weights for t in self.tensors)
 
     @property
@@ -96,7 +93,7 @@ class Header:
         return bits_per_weight(sum(t.nbytes for t in self.tensors), self.weights)
 
     def shares(self) -> dict[str, Share]:
-        """By type, the one with the most weights first."""
+        """Sum tensors by type, the one with the most weights first."""
         shares: dict[str, Share] = {}
         for t in self.tensors:
             before = shares.get(t.type, Share(0, 0, 0))
@@ -104,7 +101,6 @@ class Header:
         return dict(sorted(shares.items(), key=lambda item: -item[1].weights))
 
     def to_values(self) -> dict[str, Any]:
-        """As JSON values."""
         return {
             "keys": self.keys,
             "bits_per_weight": round(self.bits_per_weight, 4),
@@ -114,7 +110,7 @@ class Header:
         }
 
     def count(self, key: str, least: int, most: int, default: int | None = None) -> int:
-        """The whole number at `key`; raises ArtifactError for another kind, one out of range, or none."""
+        """Return the whole number at `key`; raise ArtifactError for another kind, one out of range, or none."""
         value = self.keys.get(key, default)
         if value is None:
             raise ArtifactError(f"{self.path} lacks the key {key}")
@@ -125,25 +121,23 @@ class Header:
         return value
 
     def text(self, key: str) -> str:
-        """The text at `key`; raises ArtifactError for another kind, or none."""
+        """Return the text at `key`; raise ArtifactError for another kind, or none."""
         value = self.keys.get(key)
+        if value is None:
+            raise ArtifactError(f"{self.path} lacks the key {key}")
         if not isinstance(value, str):
-            raise ArtifactError(
-                f"{self.path} lacks the key {key}"
-                if value is None
-                else f"{self.path}: the key {key} is {shown(value)}, not a text"
-            )
+            raise ArtifactError(f"{self.path}: the key {key} is {shown(value)}, not a text")
         return value
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of `path`; raises ArtifactError for what is no GGUF file, or one that is cut short."""
+    """Read the header of `path`; raise ArtifactError for no GGUF file, or one that is cut short."""
     with told(f"{path} is no GGUF file that can be read", ArtifactError, FIX), path.open("rb") as file:
         return _Parser(file, path).header()
 
 
 class _Parser:
-    """What is left to read of a file's header, within its limits; raises ValueError and what struct raises."""
+    """Parses a header within its limits; raises ValueError and what struct raises."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -255,10 +249,7 @@ def _padded(place: int, alignment: int) -> int:
 
 
 def contents_of(path: Path) -> Header:
-    """Read the header of `path`, or of the one GGUF file in that folder, its lists cut to what fits on a screen.
-
-    Raises ArtifactError.
-    """
+    """Read the header of a GGUF file, or of the only one in a folder, with long lists cut; raise ArtifactError."""
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) != 1:
         raise ArtifactError(f"{path} holds {len(files)} GGUF files. Give one file.")
@@ -267,7 +258,6 @@ def contents_of(path: Path) -> Header:
 
 
 def _shown(value: Any) -> Any:
-    """A key's value, as text what JSON has no number for; of a long list the first items and its length."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list) and len(value) <= SHOWN_ITEMS:

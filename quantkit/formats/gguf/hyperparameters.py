@@ -42,7 +42,7 @@ REAL = (
 
 
 def find_architecture(source: Source) -> Architecture:
-    """Look the source's architecture up; raises UnsupportedError."""
+    """Look the source's architecture up; raise UnsupportedError."""
     if source.architecture not in KNOWN:
         why = LACKING.get(source.architecture)
         reason = f" ({why})" if why else ""
@@ -57,10 +57,7 @@ def find_architecture(source: Source) -> Architecture:
 
 
 def read_shape(source: Source) -> ModelShape:
-    """Read config.json with the defaults of transformers; raises SourceError, UnsupportedError.
-
-    What would load but compute something else is refused: other activations, rope types, rotary dimensions.
-    """
+    """Read config.json; raise SourceError, UnsupportedError, also for what would load but compute something else."""
     row, config = find_architecture(source), source.settings
     with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
         for name, known in row.required_config.items():
@@ -97,7 +94,7 @@ def read_shape(source: Source) -> ModelShape:
 
 
 def _number(source: Source, key: str, setting: Setting) -> int | list[int]:
-    """A count or size, or the list of each block's, as far as a file can hold it; raises UnsupportedError."""
+    """Return a count or size, or the list of each block's; raise UnsupportedError."""
     called = setting if isinstance(setting, str) else key
     most = {shapes.BLOCKS: MOST_BLOCKS, shapes.EXPERTS: MOST_EXPERTS}.get(key, MOST)
     given = of_config(source.settings, setting)
@@ -131,10 +128,7 @@ def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None
 
 
 def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict[str, Value]:
-    """The keys of groups of experts: one group where none is left out, for which llama.cpp ends the program.
-
-    So it does for groups of one expert or of unequal size, which raise UnsupportedError.
-    """
+    """Return the keys of expert groups, one group if all are used: llama.cpp aborts at that; raise UnsupportedError."""
     count, used = keys.get(GROUPS, 1), keys.get(GROUPS_USED)
     if not isinstance(count, int) or count <= 1:
         return {}
@@ -147,7 +141,7 @@ def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict
 
 
 def _stored_value(source: Source, key: str, value: Any) -> Value:
-    """The value as a file holds it, float32 or uint32 for a number; raises UnsupportedError where it cannot."""
+    """Return the value as a file holds it, float32 or uint32 for a number; raise UnsupportedError."""
     if isinstance(value, str | list) or (isinstance(value, bool) and not key.endswith(REAL)):
         return value
     if key.endswith(REAL):
@@ -162,7 +156,7 @@ def _stored_value(source: Source, key: str, value: Any) -> Value:
 
 
 def ignored_window(source: Source, shape: ModelShape) -> int | None:
-    """Return the attention window in tokens that llama.cpp ignores; None where it follows it or it changes nothing."""
+    """Return the attention window in tokens that llama.cpp ignores; None if there is none that matters."""
     window = whole_number(source.config, "sliding_window", 0, MOST, source.model, UnsupportedError)
     used = source.config.get("use_sliding_window", source.architecture not in ("qwen2", "qwen3", "qwen3_moe"))
     if find_architecture(source).follows_window or not used or not window or window >= shape.number(shapes.CONTEXT):

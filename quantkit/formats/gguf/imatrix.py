@@ -1,9 +1,8 @@
-"""llama.cpp's importance files: read, and written for llama-quantize.
+"""llama.cpp's importance files: read, and written for llama-quantize (tools/imatrix/imatrix.cpp).
 
 The GGUF kind holds, for each weight NAME of a block, `NAME.in_sum2`, the sums of squared inputs of each column, and
 `NAME.counts`, the number of tokens, both F32; their quotient is the mean square. The older kind (.dat) is a plain list:
-number of entries; for each the length of its name, the name, calls, number of values, float32 means times calls
-(tools/imatrix/imatrix.cpp of https://github.com/ggml-org/llama.cpp).
+number of entries; for each the length of its name, the name, calls, number of values, float32 means times calls.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight
 
 
 def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(columns,) float32 importance, with a little where a whole run of 16 neighbouring columns never fires.
-
-    ggml would turn the weights of such a run to zero, and they matter on other text. So it does where they fire so
-    little that sums of squares vanish.
-    """
+    """Give a little importance to each run of 16 columns that hardly fires: ggml would zero its weights."""
     runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
     runs[runs.max(axis=1) < FAINTEST] = max(float(importance.mean()) * SILENT, SILENT)
     return runs.reshape(-1)
@@ -67,10 +62,7 @@ def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: Calibr
 
 
 def read_imatrix(path: Path) -> Values:
-    """Mean squared inputs (experts or 1, columns) float32 by tensor name, of a file of either kind; raises RecipeError.
-
-    The old kind has one row also for experts, one after the other.
-    """
+    """Return mean squared inputs (experts or 1, columns) float32 by tensor name; raise RecipeError."""
     with told(f"imatrix_file: {path} cannot be read as an importance file", RecipeError):
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -135,10 +127,7 @@ def _read_old(path: Path) -> Values:
 
 
 def importance_from(path: Path, plan: Plan) -> Values:
-    """The file's importance of matrices inside the blocks, by the source's weight names; raises RecipeError.
-
-    As in llama-quantize, the file may lack tensors; it must have one of them.
-    """
+    """Return the importance of matrices in blocks by the source's weight names; raise RecipeError if there is none."""
     values = read_imatrix(path)
     importance: Values = {}
     for tensor in plan.tensors:
@@ -161,6 +150,6 @@ def importance_from(path: Path, plan: Plan) -> Values:
 
 
 def unweighted(plan: Plan, importance: Importance) -> list[PlannedTensor]:
-    """The tensors inside the blocks whose rounding an importance changes, and that have none."""
+    """List the tensors of blocks whose rounding an importance changes, and that have none."""
     weighted = [tensor for tensor in plan.tensors if block_of(tensor.name) >= 0 and tensor.type in WEIGHTED]
     return [tensor for tensor in weighted if not importance.keys() >= tensor.parts.keys()]

@@ -34,18 +34,14 @@ GUESSES = ("mtp.", "model.mtp.")  # blocks that guess further tokens; others sta
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the file: `shape` (columns,), (rows, columns) or (experts, rows, columns).
-
-    `parts` are the source's tensors that its `slot` is made from, one after the other: transformers' name of each, and
-    the name in the checkpoint. None of them where `values` (columns,) float32 are computed, or where all are zero.
-    """
+    """One tensor of the file: `shape` (columns,), (rows, columns) or (experts, rows, columns)."""
 
     name: str
     type: str
     shape: tuple[int, ...]
-    parts: Mapping[str, str]
+    parts: Mapping[str, str]  # of the source: transformers' names -> the checkpoint's; empty for zeros and `values`
     slot: Slot | None = None
-    values: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None  # (columns,), computed
 
     @property
     def rows(self) -> int:
@@ -54,7 +50,6 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor in the file, without padding."""
         return self.rows * block_type(self.type).row_bytes(self.shape[-1])
 
     @property
@@ -64,14 +59,12 @@ class PlannedTensor:
 
     @property
     def is_of_heads(self) -> bool:
-        """Whether it has a matrix for each head, cut out of one of the source's, so that no layer is like it."""
+        """Whether it has a matrix for each head, cut out of one of the source's: no layer is like it."""
         return self.slot is not None and self.slot.counted == "head"
 
     @property
     def is_measured(self) -> bool:
-        """Whether calibration can try changes of it: no layer is like a single head's matrix, and an indexer only
-        selects tokens, so no gradient flows through it.
-        """
+        """Whether calibration can try changes of it: an indexer only selects tokens, so no gradient flows."""
         return bool(self.parts) and not self.is_of_heads and ".indexer." not in self.name
 
     @property
@@ -80,25 +73,21 @@ class PlannedTensor:
         return bool(self.parts) and self.name.startswith("blk.") and not self.is_of_heads
 
     def padded(self, kind: str | None = None) -> int:
-        """Bytes of the tensor in the file, or of one of type `kind` in its place, padded to the file's alignment."""
+        """Bytes in the file, padded to its alignment, of the tensor or of one of type `kind` in its place."""
         nbytes = self.rows * block_type(kind or self.type).row_bytes(self.shape[-1])
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known of a file before a weight is read.
+    """All that is known of a file before a weight is read."""
 
-    `source` has the tensors that it is made from by themselves (`stacks.py`); `scalars` are those whose values a key
-    lists.
-    """
-
-    source: Source
+    source: Source  # with stacked tensors taken apart (`stacks.py`)
     architecture: Architecture
     shape: ModelShape
     tensors: tuple[PlannedTensor, ...]
     choices: dict[str, Choice]
-    scalars: Mapping[str, tuple[str, ...]]
+    scalars: Mapping[str, tuple[str, ...]]  # by key the tensors whose values it lists
 
     @property
     def tensor_bytes(self) -> int:
@@ -106,7 +95,7 @@ class Plan:
         return sum(tensor.padded() for tensor in self.tensors)
 
     def with_same_inputs(self, importance: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-        """`importance` by the source's weight names, and that of layers that are not measured, from their like."""
+        """Add to `importance`, by the source's weight names, that of layers that share a measured one's inputs."""
         found = dict(importance)
         for part in (part for tensor in self.tensors for part in tensor.parts if part not in importance):
             for own, other in self.architecture.same_inputs.items():
@@ -117,17 +106,11 @@ class Plan:
 
     @property
     def embedding_rows(self) -> int:
-        """Number of tokens that the model has rows for."""
         return next(tensor.rows for tensor in self.tensors if tensor.name == EMBEDDING)
 
 
-def file_name(source: Source, file_type: str) -> str:
-    """Name of the file, such as ``SmolLM2-135M-Q4_K_M.gguf``."""
-    return f"{model_name(source)}-{file_type}.gguf"
-
-
 def model_name(source: Source) -> str:
-    """The last part of the model's id or folder, with letters, digits and ``._-`` only."""
+    """Return the last part of the model's id or folder, with letters, digits and ``._-`` only."""
     last = source.model.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
     for candidate in (last, source.folder.resolve().name):
         if name := re.sub(r"[^A-Za-z0-9._-]+", "-", candidate).strip("-."):
@@ -136,8 +119,8 @@ def model_name(source: Source) -> str:
 
 
 @dataclass(frozen=True)
-class _Filled:
-    """The slots of a file by name, each with transformers' names of its parts -> the checkpoint's; what has no slot."""
+class Filled:
+    """The slots of a file by name, each with transformers' names of its parts -> the checkpoint's."""
 
     source: Source
     architecture: Architecture
@@ -148,11 +131,8 @@ class _Filled:
 
 
 def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = None, weighted: bool = False) -> Plan:
-    """Plan the file of `source` in `file_type`, from headers only; raises UnsupportedError, SourceError.
-
-    `types` are those of single tensors, see `file_types.choose_types`; `weighted`: there will be an importance.
-    """
-    filled = _filled(source)
+    """Plan a file from headers only, with `types` of single tensors; `weighted`: there will be an importance."""
+    filled = fill_slots(source)
     source, row, shape = filled.source, filled.architecture, filled.shape
     if extra := filled.unplaced:
         raise UnsupportedError(
@@ -183,12 +163,8 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
     return Plan(source, row, shape, tuple(tensors), choices, filled.scalars)
 
 
-def unplaced(source: Source) -> list[str]:
-    """Return the tensors that a file has no place for; raises UnsupportedError, SourceError."""
-    return _filled(source).unplaced
-
-
-def _filled(source: Source) -> _Filled:
+def fill_slots(source: Source) -> Filled:
+    """Find the tensors of each slot; raise UnsupportedError, SourceError."""
     row = find_architecture(source)
     source = unstacked(source, row)
     shape = read_shape(source)
@@ -215,16 +191,16 @@ def _filled(source: Source) -> _Filled:
     used |= {row.head} if shape.tied else set()
     extra = [name for name in source.tensors if name not in used and not name.endswith(IGNORED)]
     extra = [name for name in extra if not guesses_further(name, source, shape.blocks)]
-    return _Filled(source, row, shape, scalars, slots, extra)
+    return Filled(source, row, shape, scalars, slots, extra)
 
 
 def _names(part: str, row: Architecture) -> Iterator[str]:
-    """What a checkpoint may call a part: some leave the base model's prefix out."""
+    """Yield the names that checkpoints have for a part: some leave the base model's prefix out."""
     yield from (part.removeprefix(row.prefix), part)
 
 
 def _scalars(source: Source, row: Architecture, blocks: int) -> dict[str, tuple[str, ...]]:
-    """By key, the tensors of the source whose one value each block has there; raises SourceError for other shapes."""
+    """Return by key the tensors whose one value each block has there; raise SourceError for other shapes."""
     keys: dict[str, tuple[str, ...]] = {}
     for part, (key, shape) in row.scalars.items():
         wanted = (f"{row.blocks}.{block}.{part}" for block in range(blocks))
@@ -236,7 +212,7 @@ def _scalars(source: Source, row: Architecture, blocks: int) -> dict[str, tuple[
 
 
 def guesses_further(name: str, source: Source, blocks: int) -> bool:
-    """Whether a tensor is of what guesses further tokens, behind a model of so many blocks."""
+    """Return whether a tensor belongs to blocks that guess further tokens, behind a model of so many blocks."""
     if name.startswith(GUESSES):
         return True
     block = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
@@ -244,7 +220,7 @@ def guesses_further(name: str, source: Source, blocks: int) -> bool:
 
 
 def _refuse_shapes(source: Source, slot: Slot, parts: Mapping[str, str]) -> None:
-    """Raise UnsupportedError for parts of other dtypes or shapes than config.json means."""
+    """Raise UnsupportedError for parts of other dtypes or shapes than config.json says."""
     for name in parts.values():
         info = source.tensors[name]
         own = slot.source_shape(info.shape[0] if info.shape else 1)

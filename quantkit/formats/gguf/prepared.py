@@ -8,7 +8,7 @@ from quantkit.checkpoints.rows import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import EMBEDDING, of_config
-from quantkit.formats.gguf.plan import unplaced
+from quantkit.formats.gguf.plan import fill_slots
 from quantkit.formats.gguf.slots import is_taken
 from quantkit.models.overrides import Multipliers, OverriddenSource, multiplied, padded, rows_times
 from quantkit.models.source import Source
@@ -18,16 +18,12 @@ TABLE, ROWS = "model.embed_tokens_per_layer.weight", "vocab_size_per_layer_input
 
 
 def prepared(source: Source) -> Source:
-    """Return the source as a file can hold it, or itself; raises SourceError, UnsupportedError."""
+    """Return the source as a file can hold it, or itself; raise SourceError, UnsupportedError."""
     return _without_zero_biases(_fitted(_with_multipliers_inside(source)))
 
 
 def _with_multipliers_inside(source: Source) -> Source:
-    """The source with its architecture's multipliers in the weights, or itself where it has none but ones.
-
-    A tied head that is multiplied by another number than the embedding gets weights of its own. Raises
-    UnsupportedError for a multiplier that is no number, or one that a file could not say: 0, NaN, infinity.
-    """
+    """Put the architecture's multipliers into the weights; a tied head may get weights of its own."""
     row = KNOWN.get(source.architecture)
     if row is None or not row.multipliers:
         return source
@@ -50,11 +46,9 @@ def _with_multipliers_inside(source: Source) -> Source:
 
 
 def _fitted(source: Source) -> Source:
-    """The source without keys and values of blocks that take those of others, or itself where nothing is to be done.
+    """Drop keys and values of blocks that take those of others, and complete the table of the blocks' inputs.
 
-    Where the table of the inputs of each block has less rows than there are tokens, it gets copies of its first row:
-    what transformers takes for a token behind it (models/gemma3n/modeling_gemma3n.py, `get_per_layer_inputs`). Raises
-    SourceError for a config.json that does not say how many blocks there are.
+    transformers takes its first row for tokens without one (models/gemma3n/modeling_gemma3n.py).
     """
     row = KNOWN.get(source.architecture)
     if row is None or not row.shares_keys:
@@ -84,12 +78,12 @@ def _fitted(source: Source) -> Source:
 
 
 def _without_zero_biases(source: Source) -> Source:
-    """The source without biases of zeros that a file has no place for: AutoGPTQ stored one for each layer."""
+    """Drop biases of zeros that a file has no place for: AutoGPTQ stored one for each layer."""
     stored = source.tensors.items()
     biases = {name for name, info in stored if name.endswith(".bias") and len(info.shape) == 1 and info.dtype in FLOATS}
     extra: list[str] = []
     with suppress(SourceError, UnsupportedError):  # which the plan of the file raises again
-        extra = unplaced(source) if biases else []
+        extra = fill_slots(source).unplaced if biases else []
     idle = [name for name in extra if name in biases and not source.floats(name).any()]
     if not idle:
         return source

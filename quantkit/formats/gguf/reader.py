@@ -39,8 +39,8 @@ SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the f
 def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     """Yield (tensor name in transformers, its values in transformers' layout) of a GGUF file.
 
-    Works from the file's own metadata; of a split model `path` is the first file. A tied head is not yielded. Raises
-    ArtifactError for a broken file, an architecture that is not known, or tensors that are not those of its keys.
+    Of a split model `path` is the first file. A tied head is not yielded. Raises ArtifactError for a broken file, an
+    unknown architecture, or tensors that do not fit its keys.
     """
     headers = headers_of(path)
     first, name = headers[0], headers[0].text("general.architecture")
@@ -79,7 +79,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
 
 
 def _rows_named(name: object) -> list[Architecture]:
-    """What is known of the architectures of transformers that llama.cpp calls so."""
+    """Return the known architectures of transformers that llama.cpp calls so."""
     return [row for row in KNOWN.values() if name and name in (row.name, row.name_with_experts)]
 
 
@@ -92,7 +92,7 @@ def _scalars(header: Header, name: str, key: str, shape: tuple[int, ...], blocks
 
 
 def rope_divisors(path: Path) -> dict[str, Floats]:
-    """The computed tensors of a GGUF file, which are divisors of the rope, by their names."""
+    """Return the divisors of the rope, which are computed tensors, by name."""
     return {
         tensor.name: _rows(header.path, tensor, 0, 1)[0]
         for header in headers_of(path)
@@ -102,7 +102,7 @@ def rope_divisors(path: Path) -> dict[str, Floats]:
 
 
 def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
-    """Rows of a tensor. They are read, not mapped: mapped pages would count as memory."""
+    """Read rows of a tensor. They are not mapped: mapped pages would count as memory."""
     row = tensor.nbytes // tensor.rows
     stored = np.fromfile(path, np.uint8, (stop - start) * row, offset=tensor.start + start * row)
     with told(f"{path}: the tensor {tensor.name} cannot be read", ArtifactError, FIX):
@@ -110,7 +110,7 @@ def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
 
 
 def headers_of(path: Path) -> list[Header]:
-    """The headers of all files of a model, of which `path` is the first or the only one; raises ArtifactError."""
+    """Return the headers of all files of a model, of which `path` is the first; raise ArtifactError."""
     header = _plain(read_header(path))
     count = header.count("split.count", 0, MOST_FILES, 1)
     if count < 2:
@@ -129,7 +129,7 @@ def headers_of(path: Path) -> list[Header]:
 
 
 def _plain(header: Header) -> Header:
-    """`header` with one number where its keys list equal ones for every block."""
+    """Replace lists of equal numbers for every block by the number; raise ArtifactError for other value types."""
     keys, name = dict(header.keys), header.keys.get("general.architecture")
     own = f"{name}."
     if wrong := [key for key in header.unusual if key.startswith(own)]:
@@ -155,16 +155,14 @@ def _plain(header: Header) -> Header:
 
 
 def _differ(values: list[Any], unlike: bool, lacking: bool) -> bool:
-    """Whether a number of each block is one of blocks that differ: 0 in those without it, where some may be `lacking`
-    it, or, where they may be `unlike` one another, any.
-    """
+    """Return whether these are numbers of blocks that differ: `unlike` ones, or 0 for blocks `lacking` it."""
     whole = all(type(value) is int and 0 <= value <= MOST for value in values)
     kinds = len(set(values) - {0})
     return whole and (lacking and kinds == 1 if 0 in values else unlike and kinds > 1)
 
 
 def _fitting_row(headers: list[Header], rows: list[Architecture]) -> tuple[Architecture, ModelShape, dict[str, Slot]]:
-    """Of the architectures of transformers that llama.cpp calls so the one that a file has, with its slots by name."""
+    """Return the architecture that fits the file, its numbers, and its slots by name."""
     there = {tensor.name for header in headers for tensor in header.tensors}
     shape = _shape_of(headers, rows[0].name, any("{head}" in part for row in rows for part in _parts(row)))
     if not there:  # a vocabulary
@@ -185,7 +183,7 @@ def _fitting_row(headers: list[Header], rows: list[Architecture]) -> tuple[Archi
 
 
 def _lacking(row: Architecture, slots: list[Slot], there: set[str]) -> list[str]:
-    """The tensors that every file of such a model has, among them those of all alternatives, and this one has not."""
+    """List the tensors, those of all alternatives included, that every file of such a model has and this one lacks."""
     names = Counter(slot.name for slot in slots)
     needed = (slot for slot in slots if slot.condition is None or names[slot.name] > 1)
     return sorted({slot.name for slot in needed if row.head not in slot.parts} - there)
@@ -198,7 +196,7 @@ def _parts(row: Architecture) -> Iterator[str]:
 
 
 def _shape_of(headers: list[Header], name: str, of_heads: bool) -> ModelShape:
-    """The numbers that a file's keys tell; `of_heads`: it has a matrix for each head. Raises ArtifactError."""
+    """Return the numbers in a file's keys; `of_heads`: it has a matrix for each head. Raises ArtifactError."""
     first, own = headers[0], f"{name}."
     keys = {key.removeprefix(own): value for key, value in first.keys.items() if key.startswith(own)}
 
@@ -227,7 +225,7 @@ def _shape_of(headers: list[Header], name: str, of_heads: bool) -> ModelShape:
 
 
 def _of_shape(path: Path, tensor: Stored, expected: tuple[int, ...]) -> Stored:
-    """The tensor, whose matrix of one row llama-quantize writes as a vector; raises ArtifactError for another shape."""
+    """Give a matrix of one row, which llama-quantize writes as a vector, its shape; raise ArtifactError."""
     if tensor.shape != expected and expected != (1, *tensor.shape):
         raise ArtifactError(
             f"{path}: the tensor {tensor.name} has the shape {tensor.shape}, and the file's keys ask for {expected}. "

@@ -23,7 +23,7 @@ STILL = 1e30  # a divisor with which nothing turns, llama.cpp's own
 def rope_of(
     source: Source, architecture: Architecture, config: Any, head_dim: int, context: int
 ) -> tuple[Keys, Factors]:
-    """Keys and divisors of the rotary embedding; raises UnsupportedError for one that llama.cpp computes otherwise."""
+    """Return keys and divisors of the rotary embedding; raise UnsupportedError if llama.cpp computes another."""
     if not architecture.rope_types:
         return {}, {}
     given = dict(config.rope_parameters or {})
@@ -82,11 +82,10 @@ def _kind(rope: dict[str, Any]) -> str:
 
 
 def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[np.float32]:
-    """What llama.cpp divides each rope frequency by, (rotated / 2,) float32, for llama3 scaling.
+    """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies, for llama3 scaling.
 
-    Frequencies with a wavelength of more than original / low tokens are divided by `factor`, those of less
-    than original / high tokens are kept, and between the two the inverse is interpolated (transformers,
-    modeling_rope_utils, `_compute_llama3_parameters`).
+    Frequencies with a wavelength above original / low tokens are divided by `factor`, those below original / high
+    tokens are unchanged, and between them the inverse is interpolated (transformers, `_compute_llama3_parameters`).
     """
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(rope["original_max_position_embeddings"])
@@ -98,21 +97,17 @@ def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[
 
 
 def proportional_factors(share: float, factor: float, rotated: int) -> NDArray[np.float32]:
-    """What llama.cpp divides each rope frequency by, (rotated / 2,) float32, where only the first `share` turn.
-
-    The others are divided by so much that they stand still (transformers, modeling_rope_utils,
-    `_compute_proportional_rope_parameters`).
-    """
+    """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies if only the first `share` turn."""
     turning = int(share * rotated // 2)
     return np.array([factor] * turning + [STILL] * (rotated // 2 - turning), np.float32)
 
 
 def _yarn(source: Source, rope: dict[str, Any], context: int, scores: bool) -> Keys:
-    """Keys of YaRN; raises UnsupportedError for settings that llama.cpp has otherwise.
+    """Return the keys of YaRN; raise UnsupportedError for settings that llama.cpp has otherwise.
 
-    llama.cpp rotates by the range of frequencies that betas of 32 and 1 give, and scales by 1 + ln(factor) / 10 times
-    a factor that a file may tell (ggml-cpu/ops.cpp, `rope_yarn`; llama-context.cpp). Where it is the scores that are
-    scaled, of models with latent attention, it knows one scale for both (models/deepseek2.cpp).
+    llama.cpp rotates by the frequencies that betas of 32 and 1 give, and scales by 1 + ln(factor) / 10 times a factor
+    of the file (ggml-cpu/ops.cpp, `rope_yarn`; llama-context.cpp). In models with latent attention the scores are
+    scaled, by one scale (models/deepseek2.cpp).
     """
     original = rope["original_max_position_embeddings"]
     factor = context / original if rope.get("factor") is None else _real(source, rope, "factor")
@@ -138,16 +133,13 @@ def _yarn(source: Source, rope: dict[str, Any], context: int, scores: bool) -> K
 
 
 def rounds_yarn(config: Any) -> bool:
-    """Whether llama.cpp rounds the range of YaRN's frequencies to whole ones where the source does not."""
+    """Return whether llama.cpp rounds the range of YaRN's frequencies and the source does not."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     return _kind(rope) == "yarn" and rope.get("truncate") is False
 
 
 def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[Keys, Factors]:
-    """Two lists of divisors, of which llama.cpp takes one by the context, and the scale of the rotated values.
-
-    The scale is that of transformers (modeling_rope_utils, `_compute_longrope_parameters`).
-    """
+    """Return two lists of divisors, of which llama.cpp takes one, and transformers' scale of the rotated values."""
     original = int(rope["original_max_position_embeddings"])
     scale = context / original
     attention = rope.get("attention_factor") or (

@@ -1,7 +1,4 @@
-"""Rows in another order: what llama.cpp wants of fused or rotated weights.
-
-An order is a list of the source's rows as the file has them.
-"""
+"""Orders of rows that llama.cpp wants of fused or rotated weights: the source's rows as the file has them."""
 
 from __future__ import annotations
 
@@ -21,17 +18,14 @@ RowReader = Callable[[int, int], NDArray[Any]]  # (start, stop) -> those rows
 
 @dataclass(frozen=True)
 class Order:
-    """How rows of heads are ordered: `rows` makes the order for the heads that `heads` returns for a model.
-
-    `rotary`: what turns of a head is a whole number of pairs.
-    """
+    """`rows` makes the order of the rows of the `heads` of a model; `rotary`: pairs of a head turn."""
 
     rows: Callable[[Heads], RowOrder]
     heads: Callable[[ModelShape], Heads] = lambda shape: shape.heads
     rotary: bool = False
 
     def of(self, shape: ModelShape, count: int) -> RowOrder:
-        """Return the order of a tensor of `count` rows; raises ValueError where those are not the heads' rows."""
+        """Return the order of a tensor of `count` rows; raise ValueError if those are not the heads' rows."""
         heads = self.heads(shape)
         turned = heads.turned or heads.size
         uneven = self.rotary and (turned % 2 != 0 or turned > heads.size)
@@ -44,16 +38,11 @@ class Order:
 
 
 def _halves(count: int, heads: Heads) -> RowOrder:
-    """Halves of what turns of a head become neighbouring pairs: transformers turns halves, ggml's first rope pairs."""
+    """Turn halves of what turns of a head into neighbouring pairs: transformers turns halves, ggml pairs."""
     turned = heads.turned or heads.size
     rows = np.arange(count * heads.size).reshape(count, heads.size)
     halves = rows[:, :turned].reshape(count, 2, turned // 2)
     return np.concatenate([halves.swapaxes(1, 2).reshape(count, turned), rows[:, turned:]], 1).reshape(-1)
-
-
-def _thirds(heads: Heads) -> RowOrder:
-    """(heads, query key value, size): all queries first, then all keys, then all values."""
-    return np.arange(3 * heads.query * heads.size).reshape(heads.query, 3, heads.size).swapaxes(0, 1).reshape(-1)
 
 
 def _groups(heads: Heads) -> RowOrder:
@@ -79,7 +68,7 @@ def _of_groups(heads: Heads, gates: bool) -> RowOrder:
 
 QUERY_HALVES = Order(lambda heads: _halves(heads.query, heads), rotary=True)
 KEY_HALVES = Order(lambda heads: _halves(heads.key, heads), rotary=True)
-THIRDS, GROUPS = Order(_thirds), Order(_groups)
+GROUPS = Order(_groups)
 # Of a gated delta rule.
 _linear = partial(Order, heads=lambda shape: shape.linear_heads)
 TILED_HEADS = _linear(lambda heads: _tiled(heads, 1))
@@ -93,15 +82,8 @@ INDEX_QUERY_PAIRS = _indexer(lambda heads: np.argsort(_halves(heads.query, heads
 INDEX_KEY_PAIRS = _indexer(lambda heads: np.argsort(_halves(heads.key, heads)))
 
 
-def restored(rows: NDArray[Any], order: RowOrder) -> NDArray[Any]:
-    """Rows (len(order), ...) of the file in the order of the source."""
-    values = np.empty_like(rows)
-    values[order] = rows
-    return values
-
-
 def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
-    """Return a reader of the rows that `read` reads, in `order`, with one call for each run of neighbouring rows."""
+    """Return a reader of rows in `order`, which reads each run of neighbouring rows with one call of `read`."""
     if order is None:
         return read
 
@@ -110,13 +92,13 @@ def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
         ascending = order[start:stop][sort]
         cuts = np.flatnonzero(np.diff(ascending) != 1) + 1
         runs = [read(int(run[0]), int(run[-1]) + 1) for run in np.split(ascending, cuts)]
-        return restored(runs[0] if len(runs) == 1 else np.concatenate(runs), sort)
+        return np.concatenate(runs)[np.argsort(sort)]
 
     return gather
 
 
 def concatenated(parts: list[tuple[RowReader, int]]) -> RowReader:
-    """Return a reader of the rows of several tensors, each given with its number of rows, one after the other."""
+    """Return a reader of the rows of several tensors, each given with its number of rows."""
 
     def read(start: int, stop: int) -> NDArray[Any]:
         found, first = [], 0

@@ -1,8 +1,7 @@
-"""The shape that each tensor of a file has by the model's numbers, which are the file's own keys.
+"""The shape of each tensor of a file, by the model's numbers, which are the file's own keys.
 
-llama.cpp holds every tensor of a file against the file's keys when it loads it (src/models/ of
-https://github.com/ggml-org/llama.cpp), and transformers every tensor of a checkpoint against its config.json. A file
-that is not held against both can be written, read back, and loaded by nothing.
+llama.cpp checks the tensors of a file against its keys (src/models/ of https://github.com/ggml-org/llama.cpp), and
+transformers those of a checkpoint against config.json: without such checks a file could be written that nothing loads.
 """
 
 from __future__ import annotations
@@ -34,59 +33,50 @@ LAUREL = 64  # rank of Gemma 3n's, which llama.cpp has fixed
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts of query heads and of key-value heads, the rows of each, and how many of them turn (0: all)."""
+    """Counts of query and key-value heads, and the rows of each."""
 
     query: int
     key: int
     size: int
-    turned: int = 0
+    turned: int = 0  # rows that turn; 0: all
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's numbers: `keys` are those of the file, without the architecture's name in front.
+    """A model's numbers."""
 
-    `gate` are the gates of a query head, one or one for each of its values; `tied`: the head is the embedding;
-    `factors` are the rope's divisors by the tensor's name in the file, (rotated / 2,) float32; `recurs`: these are the
-    numbers of a block without attention.
-    """
-
-    keys: Mapping[str, Value]
+    keys: Mapping[str, Value]  # of the file, without the architecture's name in front
     vocabulary: int
-    gate: int = 1
-    tied: bool = False
-    factors: Factors = field(default_factory=dict)
-    recurs: bool = False
+    gate: int = 1  # gates of a query head, one or one for each value
+    tied: bool = False  # the head is the embedding
+    factors: Factors = field(default_factory=dict)  # the rope's divisors (rotated / 2,) by tensor name
+    recurs: bool = False  # these are the numbers of a block without attention
 
     def number(self, key: str, default: int = 0) -> int:
-        """Return the whole number at `key`, of a list the largest, and `default` for anything else."""
+        """Return the whole number at `key`, the largest of a list, or `default` for anything else."""
         value = self.keys.get(key)
         value = max(value, default=None) if isinstance(value, list) and key in BY_BLOCK else value
         return value if isinstance(value, int) else default
 
     @property
     def blocks(self) -> int:
-        """Number of decoder blocks."""
         return self.number(BLOCKS)
 
     @property
     def hidden(self) -> int:
-        """Width of the values between the blocks."""
         return self.number(HIDDEN)
 
     @property
     def experts(self) -> int:
-        """Experts of a block, 0 where there are none."""
         return self.number(EXPERTS)
 
     @property
     def own_blocks(self) -> int:
-        """Blocks that have keys and values of their own; those behind them take the keys of these."""
+        """Blocks with keys and values of their own; those behind them take the keys of these."""
         return self.blocks - self.number(SHARED)
 
     @property
     def heads(self) -> Heads:
-        """The heads of the attention."""
         query = self.number(QUERY_HEADS)
         size = self.number(KEY_LENGTH, self.hidden // max(query, 1))
         return Heads(query, self.number(KEY_HEADS), size, self.number(ROTATED))
@@ -104,7 +94,7 @@ class ModelShape:
         return Heads(heads, 1, size, self.number(ROTATED))
 
     def of_block(self, block: int) -> ModelShape:
-        """Return the numbers of one block; where a list has 0, for a block without such tensors, that of the others."""
+        """Return the numbers of one block; 0 in a list, for a block without such tensors, becomes the others'."""
         listed = {key: value[block : block + 1] for key, value in self.keys.items() if isinstance(value, list)}
         own = {key: (listed[key] or [0])[0] or self.number(key) for key in BY_BLOCK if key in listed}
         if any(listed.get(SLIDING_BLOCKS, [])):
@@ -191,7 +181,7 @@ SHAPES: Mapping[str, Lengths] = {
 
 
 def expected_shape(name: str, lengths: Mapping[str, int], other: Mapping[str, Lengths]) -> tuple[int, ...]:
-    """Return the shape in the file of the tensor `name`; `other` are an architecture's own. Raises KeyError."""
+    """Return the file's shape of the tensor `name`; `other` are an architecture's own. Raises KeyError."""
     own = re.sub(r"^blk\.\d+\.", "", name)
     stem = own.removesuffix(".weight").removesuffix(".bias")
     shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])

@@ -1,6 +1,6 @@
 """Slots: each tensor of a file, the source's tensors that it is made from, and the way there and back.
 
-They are a row of `known.KNOWN` written out for a model's numbers. Plan, writer, reader and checks all ask the slots.
+They are a row of `known.KNOWN` for a model's numbers. Plan, writer, reader and checks all use them.
 """
 
 from __future__ import annotations
@@ -37,22 +37,17 @@ CONVOLUTIONS = (".conv.weight", "conv1d.weight")
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of the file, `shape` (..., columns), and the source's tensors `parts` that it is made from.
-
-    Parts of a kind that is `counted` lie in a further dimension. A vector is multiplied by `factor`. `condition`, of a
-    configuration, says whether a model has the tensor (none: every model). `group` are the tensors of a block that are
-    there together: of slots with one name, the one whose group a file has counts.
-    """
+    """A tensor of the file, `shape` (..., columns), and the source's tensors `parts` that it is made from."""
 
     name: str
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     model: ModelShape
     transform: Transform
-    counted: str = ""
-    factor: float = 1.0
-    condition: Callable[[Any], Any] | None = None
-    group: tuple[int, int] = (0, 0)
+    counted: str = ""  # the kind of parts that are in a further dimension
+    factor: float = 1.0  # of a vector
+    condition: Callable[[Any], Any] | None = None  # of a configuration: whether a model has the tensor
+    group: tuple[int, int] = (0, 0)  # tensors of a block that exist together; it decides between slots with one name
 
     @cached_property
     def rows(self) -> RowOrder | None:
@@ -82,7 +77,7 @@ class Slot:
         return (shape[0], 1, shape[1]) if self.parts[0].endswith(CONVOLUTIONS) and len(shape) == 2 else shape
 
     def to_file(self, source: Source, name: str) -> RowReader:
-        """Return a reader of rows of the file, float32, that are made of the checkpoint's tensor `name`."""
+        """Return a reader of the file's rows, float32, made of the checkpoint's tensor `name`."""
         transform = self.transform
         if len(source.info(name).shape) == 1 or self.is_vector:
             values = source.floats(name).reshape(-1) * np.float32(self.factor) + np.float32(transform.shift)
@@ -97,53 +92,35 @@ class Slot:
         return lambda start, stop: read(start, stop).reshape(stop - start, -1)[:, columns]
 
     def from_file(self, read: RowReader) -> Iterator[tuple[str, Rows]]:
-        """Yield the parts, made of the file's rows that `read` reads; vectors are read at once. Raises ValueError."""
-        transform, columns = self.transform, self.columns
-        back = None if self.rows is None else np.argsort(self.rows)
-        total = math.prod(self.shape[:-1])
+        """Yield the parts, made of the file's rows that `read` reads; raise ValueError."""
+        transform, total = self.transform, math.prod(self.shape[:-1])
         if self.is_vector:
             with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite is refused by whoever reads it
                 values = (read(0, total).reshape(-1) - np.float32(transform.shift)) / np.float32(self.factor)
                 values = values if transform.function is None else transform.function.from_file(values)
-            values = values if back is None else values[back]
+            values = values if self.rows is None else values[np.argsort(self.rows)]
             yield self.parts[0], rows_of_array(values.reshape(transform.source_shape))
             return
         count = total // len(self.parts)
         for number, part in enumerate(self.parts):
-            shape = self.source_shape(count)
-            if len(shape) == 1:  # the bias of an expert
+            if len(self.source_shape(count)) == 1:  # the bias of an expert
                 yield part, rows_of_array(read(number, number + 1)[0])
-                continue
-            own = in_order(partial(_behind, read, number * count), back)
-            if transform.transposed:
-                own = partial(_turned, cache(partial(own, 0, count)))
-            elif columns is not None:
-                own = partial(_with_columns, own, np.argsort(columns))
-            yield part, Rows(shape, partial(_shaped, own, shape[1:]))
+            else:
+                yield part, self._part_from_file(read, number * count, count)
 
-
-def _behind(read: RowReader, first: int, start: int, stop: int) -> Any:
-    return read(first + start, first + stop)
-
-
-def _with_columns(read: RowReader, columns: RowOrder, start: int, stop: int) -> Any:
-    return read(start, stop)[:, columns]
-
-
-def _turned(whole: Callable[[], Any], start: int, stop: int) -> Any:
-    """Rows of a matrix that lies the other way, all of which is read once, when it is first asked for."""
-    return np.ascontiguousarray(whole().T[start:stop])
-
-
-def _shaped(read: RowReader, shape: tuple[int, ...], start: int, stop: int) -> Any:
-    return read(start, stop).reshape(-1, *shape)
+    def _part_from_file(self, read: RowReader, first: int, count: int) -> Rows:
+        shape = self.source_shape(count)
+        back = None if self.rows is None else np.argsort(self.rows)
+        own = in_order(lambda start, stop: read(first + start, first + stop), back)
+        if self.transform.transposed:
+            whole = cache(partial(own, 0, count))
+            return Rows(shape, lambda start, stop: np.ascontiguousarray(whole().T[start:stop]).reshape(-1, *shape[1:]))
+        columns = slice(None) if self.columns is None else np.argsort(self.columns)
+        return Rows(shape, lambda start, stop: own(start, stop)[:, columns].reshape(-1, *shape[1:]))
 
 
 def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
-    """Return every tensor that a file of an architecture with these numbers may have, with the name that gguf gives it.
-
-    Raises KeyError for a part without a name or a shape.
-    """
+    """Return every tensor that a file with these numbers may have; raise KeyError for a part without name or shape."""
     import gguf
 
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -174,8 +151,10 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
             placed = {own + name: replace(how, rows=rows) for name, rows in how.split.items()}
             if name is None and not placed:
                 raise KeyError(f"gguf has no name for {stem}{part} in the architecture {row.name}")
+            over, under = how.sqrt_factors or ("one", "one")
+            factor = math.sqrt(lengths[over] / max(lengths[under], 1))
             for called, made in (placed or {str(name): how}).items() if pieces else ():
-                shape, factor = expected_shape(called, lengths, row.shapes), _root(made, lengths)
+                shape = expected_shape(called, lengths, row.shapes)
                 slots.append(Slot(called, pieces, shape, model, made, counted, factor, asked, (block or 0, group)))
 
     add(row.outside)
@@ -194,17 +173,7 @@ def _asked(condition: Condition, block: int, config: Any) -> Any:
     return of_config(config, condition) if isinstance(condition, str) else condition(config, block)
 
 
-def _root(how: Transform, lengths: Mapping[str, int]) -> float:
-    if how.sqrt_factors is None:
-        return 1.0
-    over, under = (lengths[length] for length in how.sqrt_factors)
-    return math.sqrt(over / max(under, 1))
-
-
 def is_taken(name: str, row: Architecture, own_blocks: int) -> bool:
-    """Whether a tensor is of keys or values in a block behind the first `own_blocks`, which takes those of another.
-
-    `name` is transformers', with or without the base model's prefix.
-    """
+    """Return whether transformers' tensor is of keys or values in a block that takes those of another."""
     block, part = row.block_and_part(name)
     return row.shares_keys and block >= own_blocks and part.startswith(tuple(f"{own}." for own in OWN_KEYS))

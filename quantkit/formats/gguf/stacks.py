@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that hold a matrix of every expert or head: taken apart for a file, put together out of it.
+"""Tensors with a matrix of every expert or head: split for a file, and put together again.
 
-gpt-oss, Llama 4 and Granite keep their experts so, DeepSeek what its heads make of the latent values. A file has a
-tensor of all gates and one of all ups, and what they are made from are the matrices by themselves.
+gpt-oss, Llama 4 and Granite have such experts, DeepSeek such keys and values of heads. A file has a tensor of all gates
+and one of all ups.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,55 +34,38 @@ class Piece:
     rows: tuple[int, int, int]
 
 
-class Unstacked(OverriddenSource):
-    """A source with the matrices of its stacks by themselves, under the names that the architecture gives them."""
-
-    def __init__(self, source: Source, pieces: Mapping[str, Piece]) -> None:
-        stacked = {piece.name for piece in pieces.values()}
-        infos = {name: _info(source.tensors[piece.name], piece) for name, piece in pieces.items()}
-        overrides = {name: Override(info, partial(self._rows, pieces[name])) for name, info in infos.items()}
-        super().__init__(source, overrides, dropped=stacked - infos.keys())
-        self._last: tuple[tuple[str, int], NDArray[Any]] | None = None
-
-    def _rows(self, piece: Piece, start: int, stop: int) -> NDArray[Any]:
-        values = self._matrix(piece)[slice(*piece.rows)]
-        return values[start:stop] if values.ndim > 1 else values
-
-    def _matrix(self, piece: Piece) -> NDArray[Any]:
-        """The whole matrix, rows first; the last one is kept, whose pieces are read in slabs."""
-        key, last = (piece.name, piece.index), self._last
-        if last is not None and last[0] == key:
-            return last[1]
-        if piece.stack.rows is not None:
-            first = piece.index * piece.height
-            values = self.base.stored(piece.name, first, first + piece.height)
-        else:
-            values = self.base.stored(piece.name, piece.index, piece.index + 1)[0]
-            values = values.T if piece.stack.transposed else values
-        self._last = key, values
-        return values
-
-
 def _info(stored: TensorInfo, piece: Piece) -> TensorInfo:
-    height = len(range(*piece.rows))
-    if piece.stack.rows is not None:
-        shape: tuple[int, ...] = (height, stored.shape[1])
-    elif len(stored.shape) == 2:
-        shape = (height,)
-    else:
-        shape = (height, stored.shape[1 if piece.stack.transposed else 2])
+    inner = stored.shape if piece.stack.rows is not None else stored.shape[1:]
+    shape = (len(range(*piece.rows)), *(inner[:-1] if piece.stack.transposed else inner[1:]))
     return replace(stored, shape=shape, nbytes=stored.nbytes // max(1, stored.parameters) * math.prod(shape))
 
 
 def unstacked(source: Source, row: Architecture) -> Source:
-    """Return the source with its stacks taken apart, or itself; raises UnsupportedError for one of another shape."""
+    """Return the source with its stacks taken apart, or itself; raise UnsupportedError for other shapes."""
     pieces: dict[str, Piece] = {}
     behind = {stack.part: stack for stack in row.stacks}
     for name in source.tensors if behind else ():
         block, part = row.block_and_part(name)
         if block >= 0 and part in behind:
             pieces |= _pieces_of(source, name, row.blocks, block, behind[part])
-    return Unstacked(source, pieces) if pieces else source
+    if not pieces:
+        return source
+
+    @lru_cache(maxsize=1)  # pieces of a matrix are read one after the other, in slabs
+    def matrix(name: str, stack: Stack, index: int, height: int) -> NDArray[Any]:
+        if stack.rows is not None:
+            return source.stored(name, index * height, (index + 1) * height)
+        values = source.stored(name, index, index + 1)[0]
+        return values.T if stack.transposed else values
+
+    def rows(piece: Piece, start: int, stop: int) -> NDArray[Any]:
+        values = matrix(piece.name, piece.stack, piece.index, piece.height)[slice(*piece.rows)]
+        return values[start:stop] if values.ndim > 1 else values
+
+    overrides = {
+        name: Override(_info(source.tensors[piece.name], piece), partial(rows, piece)) for name, piece in pieces.items()
+    }
+    return OverriddenSource(source, overrides, dropped={piece.name for piece in pieces.values()} - overrides.keys())
 
 
 def _pieces_of(source: Source, name: str, blocks: str, block: int, stack: Stack) -> dict[str, Piece]:
@@ -111,7 +94,7 @@ def _pieces_of(source: Source, name: str, blocks: str, block: int, stack: Stack)
 
 
 def one_of(part: str, index: int) -> str:
-    """Return the name of a part of one expert or head; the part itself, which has no number, for the first."""
+    """Return the name of a part of one expert or head."""
     return part.format(expert=index, head=index)
 
 

@@ -1,7 +1,7 @@
 """One pass from safetensors to a GGUF file: rows are read, reordered, packed by ggml, and written in order.
 
-Memory holds a few slabs of rows, whatever the size of a tensor. Several threads pack; the bytes do not depend
-on how many. Metadata keys are those of llama.cpp's own converter.
+Memory holds a few slabs of rows. The bytes do not depend on the number of threads. Keys are those of llama.cpp's
+converter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +24,8 @@ from quantkit.errors import SourceError
 from quantkit.formats.gguf.file_types import TABLES
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
-from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
+from quantkit.formats.gguf.plan import Plan, PlannedTensor, make_plan, model_name
+from quantkit.formats.gguf.row_orders import RowReader
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
 from quantkit.models.source import Source
 from quantkit.system.processor import usable_cores
@@ -41,18 +42,14 @@ Packed = Iterator[tuple[PlannedTensor, NDArray[np.uint8]]]
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file will hold: the `source` it is made from, its `plan` and its `vocabulary`.
-
-    `file_type` is the name of its mix of types; `split_bytes`: it is split into files of at most so many bytes (0: it
-    is one file); `weighted`: it is made with an importance, on which llama.cpp's mixes depend.
-    """
+    """What a file will hold."""
 
     source: Source
-    file_type: str
+    file_type: str  # the name of its mix of types
     plan: Plan
     vocabulary: Vocabulary
-    split_bytes: int = 0
-    weighted: bool = False
+    split_bytes: int = 0  # most bytes of a file; 0: it is not split
+    weighted: bool = False  # it is made with an importance, on which llama.cpp's mixes depend
 
     @property
     def metadata_bytes(self) -> int:
@@ -60,18 +57,13 @@ class GgufFile:
         return 4096 + self.vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in self.plan.tensors)
 
     def with_types(self, types: Mapping[str, str]) -> GgufFile:
-        """The same file with other types of single tensors."""
         return replace(self, plan=make_plan(self.source, self.file_type, types, self.weighted))
 
 
 def plan_file(
-    source: Source,
-    file_type: str,
-    types: Mapping[str, str] | None = None,
-    split_bytes: int = 0,
-    weighted: bool = False,
+    source: Source, file_type: str, types: Mapping[str, str] | None = None, split_bytes: int = 0, weighted: bool = False
 ) -> GgufFile:
-    """Plan a file from headers and the tokenizer alone; raises UnsupportedError, SourceError."""
+    """Plan a file from headers and the tokenizer alone; raise UnsupportedError, SourceError."""
     plan = make_plan(source, file_type, types, weighted)
     return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes, weighted)
 
@@ -84,11 +76,9 @@ def write_file(
     spool: Spool | None = None,
     partial: bool = False,
 ) -> None:
-    """Write the file into `run.folder`. Raises SourceError for weights or importance that ggml would spoil.
+    """Write the file into `run.folder`; raise SourceError for weights or importance that ggml would spoil.
 
-    `importance` maps names of the source's linear weights to float32 (in_features,) mean squared inputs;
-    empty for plain rounding, `partial` where it may lack some. The embedding is never weighted. `spool` holds rows that
-    are packed already, under the source's names.
+    `importance` is of the source's weights, `partial` if it may lack some. `spool` holds rows that are packed already.
     """
     weights = _weights(file, importance, partial)
     tensors = file.plan.tensors
@@ -117,10 +107,10 @@ def write_vocabulary(file: GgufFile, run: Run) -> None:
 
 @contextmanager
 def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor, ...] = ()) -> Iterator[Any]:
-    """A gguf.GGUFWriter whose file, or files, hold keys, tokenizer and the list of `tensors`."""
+    """Yield a gguf.GGUFWriter whose file, or files, hold keys, tokenizer and the list of `tensors`."""
     import gguf
 
-    path = folder / file_name(file.source, name)
+    path = folder / f"{model_name(file.source)}-{name}.gguf"
     writer = gguf.GGUFWriter(path, file.plan.architecture.name, split_max_size=file.split_bytes if tensors else 0)
     try:
         _add_keys(writer, file)
@@ -137,7 +127,7 @@ def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor
 
 
 def _weights(file: GgufFile, importance: Importance, partial: bool) -> dict[str, NDArray[np.float32]]:
-    """Importance (parts, columns) by the tensor's name in the file; unless it is `partial`, weighted types have one."""
+    """Return importance (parts, columns) by the file's tensor names; unless `partial`, raise for missing ones."""
     weights: dict[str, NDArray[np.float32]] = {}
     for tensor in file.plan.tensors if importance else ():
         if tensor.type not in WEIGHTED or not tensor.parts or tensor.name in TABLES:
@@ -169,7 +159,7 @@ def _add_keys(writer: Any, file: GgufFile) -> None:
 
 
 def _file_type(bits: str, plan: Plan) -> str:
-    """What the file calls itself: its mix or, where types were chosen, the mix of the type with the most weights."""
+    """Return what the file calls itself: its mix, or with chosen types that of the type with the most weights."""
     if bits == "MXFP4":
         return "MOSTLY_MXFP4_MOE"
     if bits != "auto":
@@ -183,7 +173,6 @@ def _file_type(bits: str, plan: Plan) -> str:
 
 
 def _threads() -> int:
-    """As many as OpenMP would take."""
     number = os.environ.get("OMP_NUM_THREADS", "")
     return int(number) if number.isdigit() and int(number) else usable_cores()
 
@@ -210,7 +199,6 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
 
 
 def _spooled(tensor: PlannedTensor, spool: Spool) -> NDArray[np.uint8]:
-    """Rows that are packed already, in the order of the file."""
     rows, slot = np.concatenate([spool.get(part).numpy() for part in tensor.parts]), tensor.slot
     assert slot is not None  # it has parts
     if slot.transform.shift or slot.factor != 1:  # of a norm, whose rows are one float32 each
@@ -234,24 +222,20 @@ def _pack(
         name = next(iter(tensor.parts), tensor.name)
         raise SourceError(
             f"{source.model}: the tensor {name} cannot be stored as {tensor.type}: {error}. "
-            f"Choose other bits, or mend the checkpoint{'' if importance is None else ' or the importance'}."
+            f"Choose other bits, or fix the checkpoint{'' if importance is None else ' or the importance'}."
         ) from None
 
 
 def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], int]]:
     """Yield (rows, columns) float32 slabs in the file's order, each with the number of its part."""
-    if tensor.values is not None:
-        yield tensor.values.reshape(1, -1), 0
-        return
-    if not tensor.parts or tensor.slot is None:  # zeros
-        step = max(1, SLAB_BYTES // (4 * tensor.shape[-1]))
-        for start in range(0, tensor.rows, step):
-            yield np.zeros((min(step, tensor.rows - start), tensor.shape[-1]), np.float32), 0
-        return
-    rows, columns = tensor.rows // len(tensor.parts), tensor.shape[-1]
-    unit = 1 if tensor.slot.rows is None else file.plan.shape.heads.size
+    rows, columns, slot, values = tensor.rows // max(1, len(tensor.parts)), tensor.shape[-1], tensor.slot, tensor.values
+    unit = 1 if slot is None or slot.rows is None else file.plan.shape.heads.size
     step = max(1, SLAB_BYTES // (4 * columns) // unit) * unit
-    for part, name in enumerate(tensor.parts.values()):
-        read = tensor.slot.to_file(file.plan.source, name)
+    readers: Iterable[RowReader] = [lambda start, stop: np.zeros((stop - start, columns), np.float32)]
+    if values is not None:
+        readers = [lambda _start, _stop: values.reshape(1, -1)]
+    elif slot is not None and tensor.parts:
+        readers = (slot.to_file(file.plan.source, name) for name in tensor.parts.values())
+    for part, read in enumerate(readers):
         for start in range(0, rows, step):
             yield np.ascontiguousarray(read(start, min(start + step, rows))), part

@@ -172,7 +172,7 @@ class _Rounding:
     def __init__(self, codebook: Codebook, scales: torch.Tensor, order: torch.Tensor) -> None:
         rows, device = len(scales), scales.device
         self._codebook, self._scales, self._columns = codebook, scales, order.tolist()
-        self._table = torch.from_numpy(codebook.table()).to(device)
+        self._table = torch.from_numpy(codebook.table).to(device)
         first, second = torch.triu_indices(codebook.size, codebook.size, 1, device=device)
         self._pairs = first, second
         # What a point's error is linear in: its values, products of two of them, and of each with itself.

@@ -34,7 +34,7 @@ from quantkit.formats.gguf.architectures.record import (
     weights,
     windows,
 )
-from quantkit.formats.gguf.row_orders import GROUPS, THIRDS
+from quantkit.formats.gguf.row_orders import GROUPS
 from quantkit.formats.gguf.shapes import CONTEXT, INNER, KEY_HEADS
 
 
@@ -87,9 +87,6 @@ _GLM = Architecture(
     "glm", "chatglm", weights(*ATTENTION, *_GATE_AND_UP, *NORMS), head_always=True, keys=RMS, partial_rotary=True,
     per_block=(("attention_bias", QUERY_KEY_VALUE_BIASES),), rope_types=("default",), shapes=_TWO_INNER,
 )  # fmt: skip
-_HELIUM = Architecture(  # as llama, but for the rope, which turns neighbouring values in pairs
-    "helium", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",), required_config=UNBIASED_MLP
-)
 _ARCEE = Architecture(
     "arcee", "arcee", weights(*ATTENTION, *MLP[1:], *NORMS), transforms=ROTARY, keys=RMS,
     required_config={**UNBIASED_MLP, "hidden_act": "relu2"},
@@ -132,7 +129,7 @@ ROWS = (
         "gpt_neox", "gptneox", _both(*(f"attention.{part}" for part in _FUSED), *_FUSED_MLP, *NORMS),
         blocks="gpt_neox.layers", head="embed_out.weight", head_always=True,
         outside=("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias"),
-        transforms={"attention.query_key_value": Transform(THIRDS)},
+        transforms={"attention.query_key_value": Transform(GROUPS)},
         keys=layer_norm("layer_norm_eps") | {"use_parallel_residual": "use_parallel_residual"},
         required_config={"hidden_act": GELU, "attention_bias": True}, partial_rotary=True,
     ),
@@ -226,7 +223,9 @@ ROWS = (
         "seed_oss", "seed_oss", LLAMA, per_block=(("attention_bias", QUERY_KEY_VALUE_BIASES),), keys=RMS,
         required_config={"hidden_act": SILU, "attention_out_bias": False, "mlp_bias": False},
     ),
-    _HELIUM,
+    Architecture(  # as llama, but for the rope, which turns neighbouring values in pairs
+        "helium", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",), required_config=UNBIASED_MLP
+    ),
     Architecture(
         "ernie4_5", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",),
         required_config={"hidden_act": SILU, "use_bias": False},
@@ -238,7 +237,7 @@ ROWS = (
     ),
     Architecture(
         "bloom", "bloom", _both(*(f"self_attention.{part}" for part in _FUSED), *_FUSED_MLP, *NORMS),
-        blocks="transformer.h", rope_types=(), transforms={"self_attention.query_key_value": Transform(THIRDS)},
+        blocks="transformer.h", rope_types=(), transforms={"self_attention.query_key_value": Transform(GROUPS)},
         outside=(
             "transformer.word_embeddings.weight",
             *(_both("transformer.word_embeddings_layernorm", "transformer.ln_f")),

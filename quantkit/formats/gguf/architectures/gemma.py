@@ -1,7 +1,6 @@
-"""Gemma, of which 3n and 4 have inputs of each block and keys and values that later blocks take from earlier ones.
+"""Gemma, of which 3n and 4 have inputs of each block, and blocks that take keys and values of earlier ones.
 
-What llama.cpp has fixed for these two: src/models/gemma3n.cpp, gemma3n in models.h, gemma4.cpp, and the memory's
-`reuse` in llama-model.cpp, of https://github.com/ggml-org/llama.cpp.
+llama.cpp: gemma3n.cpp and gemma4.cpp in src/models/, and the memory's `reuse` in llama-model.cpp.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ _TOKENS: RequiredConfig = {
         config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
     )
 }
-_SHARED_KEYS: dict[str, Setting] = RMS | {
-    "attention.sliding_window": "sliding_window",
-    "attention.sliding_window_pattern": lambda config: [kind == SLIDING for kind in config.layer_types],
+_SHARED_KEYS: dict[str, Setting] = RMS | windows(None) | {
     "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": lambda config: config.hidden_size_per_layer_input or 0,
 }  # fmt: skip
@@ -92,7 +89,6 @@ _STATES = weights("model.altup_projections.{state}", "model.altup_unembed_projec
 
 
 def _head(config: Any, kind: str) -> int:
-    """The values of a head in blocks of that kind."""
     return int(config.per_layer_config[list(config.layer_types).index(kind)].head_dim)
 
 

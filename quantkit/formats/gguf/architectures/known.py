@@ -1,6 +1,6 @@
-"""What GGUF files of each architecture hold, by `model_type` of transformers: a row of `KNOWN` is an architecture.
+"""All architectures that GGUF files are written of, by `model_type` of transformers.
 
-Not here: OPT and GPT-J, which llama.cpp cannot compute; vision towers; what a checkpoint's own code computes.
+Not here: OPT and GPT-J, which llama.cpp cannot compute; vision towers; code of a checkpoint's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Architectures whose keys and values come from a few latent numbers of a token (DeepSeek's latent attention).
+"""Architectures with DeepSeek's latent attention, some with an indexer that selects the tokens to attend to.
 
-Some attend to a few tokens alone, those that an indexer scores best. What llama.cpp has fixed: deepseek2.cpp,
-deepseek32.cpp, dots3note.cpp and minicpm3.cpp in src/models/ of https://github.com/ggml-org/llama.cpp, and the rotation
-of an indexer's values in src/llama-kv-cache.cpp.
+llama.cpp: deepseek2.cpp, deepseek32.cpp, dots3note.cpp and minicpm3.cpp in src/models/, and the rotation of an
+indexer's values in src/llama-kv-cache.cpp.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from quantkit.formats.gguf.architectures.record import (
     one_or_list,
     require,
     weights,
+    windows,
 )
 from quantkit.formats.gguf.row_orders import INDEX_KEY_PAIRS, INDEX_QUERY_PAIRS
 from quantkit.formats.gguf.shapes import EXPERTS, KEY_HEADS, KEY_LENGTH, QUERY_HEADS, VALUE_LENGTH
@@ -65,7 +65,6 @@ def stack_of_heads(attention: str) -> Stack:
 
 
 def _rows_of_head(config: Any, _block: int) -> tuple[int, int]:
-    """Of keys and of values."""
     return config.qk_nope_head_dim, config.v_head_dim
 
 
@@ -90,7 +89,7 @@ LATENT_KEYS: dict[str, Setting] = {
 
 
 def _is_lite(config: Any) -> bool:
-    """Whether llama.cpp takes a model, by its number of blocks, for one without a rank of the queries."""
+    """Return whether llama.cpp takes a model, by its number of blocks, for one without a rank of the queries."""
     return config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
 
 
@@ -113,7 +112,7 @@ _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 
 def _depth(config: Any) -> float:
-    """What each block adds is multiplied by, beside the factor that llama.cpp has fixed."""
+    """Return the factor of what each block adds, besides the one that llama.cpp has fixed."""
     return float(config.scale_depth / _MINICPM["scale_depth"])
 
 
@@ -149,7 +148,7 @@ _POWER_OF_TWO = require(
 
 
 def _of(kind: str, setting: Setting) -> Callable[[Any], Any]:
-    """A setting of the first block of a kind, or of the first of all; what differs by block stands there alone."""
+    """Return a setting of the first block of a kind, or of the first of all."""
 
     def first(config: Any) -> Any:
         kinds = list(config.layer_types)
@@ -186,11 +185,6 @@ def _two_kinds(config: Any) -> str | None:
 
 def _shared_width(config: Any) -> int:
     return config.shared_experts_intermediate_size * config.n_shared_experts
-
-
-def _dots_heads(config: Any) -> int | list[int]:
-    own = config.per_layer_config
-    return one_or_list([own[block].num_attention_heads for block in range(config.num_hidden_layers)])
 
 
 ROWS = (
@@ -255,12 +249,12 @@ ROWS = (
         },
         shapes={"attn_gate": ("heads", "hidden"), "attn_k_norm": ("rotated",)},
         keys={
-            QUERY_HEADS: _dots_heads,
+            QUERY_HEADS: lambda config: one_or_list(
+                [config.per_layer_config[block].num_attention_heads for block in range(config.num_hidden_layers)]
+            ),
             "expert_shared_count": lambda config: _shared_width(config) // config.moe_intermediate_size,
             "attention.indexer.types": lambda config: [kind != SLIDING for kind in config.layer_types],
-            "attention.sliding_window": "sliding_window",
-            "attention.sliding_window_pattern": lambda config: [kind == SLIDING for kind in config.layer_types],
-            "attention.q_lora_rank": _of(INDEXED, "q_lora_rank"),
+            **windows(None), "attention.q_lora_rank": _of(INDEXED, "q_lora_rank"),
             "rope.dimension_count": _of(INDEXED, "qk_rope_head_dim"),
             **{
                 f"attention.{name}{behind}": _of(kind, setting)

@@ -1,7 +1,4 @@
-"""Architectures with experts and plain attention, in some of their blocks within a window or to a few tokens alone.
-
-What llama.cpp has fixed: src/models/ of https://github.com/ggml-org/llama.cpp.
-"""
+"""Architectures with experts and plain attention, in some blocks within a window or to selected tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ _EVERY_FOURTH: RequiredConfig = {"layer_types": every_fourth(FULL, SLIDING)}
 
 
 def is_dense(config: Any, block: int) -> bool:
-    """Whether a block has no experts, by `mlp_layer_types`."""
+    """Return whether a block has no experts, by `mlp_layer_types`."""
     return list(config.mlp_layer_types)[block : block + 1] == ["dense"]
 
 
@@ -76,12 +73,12 @@ DENSE_BLOCKS: dict[str, Setting] = {
 
 
 def before_experts(config: Any, block: int) -> bool:
-    """Whether a block has no experts, where config.json counts those as `first_k_dense_replace`."""
+    """Return whether a block has no experts, by `first_k_dense_replace`."""
     return bool(block < config.first_k_dense_replace)
 
 
 def in_dense_layers(config: Any, block: int) -> bool:
-    """The same, where it counts them as `num_dense_layers`."""
+    """Return whether a block has no experts, by `num_dense_layers`."""
     return bool(block < config.num_dense_layers)
 
 
@@ -101,7 +98,7 @@ def routed(gating: int, shared: str = "n_shared_experts") -> dict[str, Setting]:
 
 
 def _weighed(scale: str) -> dict[str, Setting]:
-    """The keys of experts whose weights are sigmoids that are made to sum to a setting."""
+    """Return the keys of experts whose weights are sigmoids that sum to the setting `scale`."""
     return {
         "expert_weights_scale": lambda config: float(getattr(config, scale)),
         "expert_weights_norm": True, "expert_gating_func": SIGMOID,
@@ -138,17 +135,11 @@ _SHARED_LENGTH: dict[str, Setting] = {
 # What llama.cpp has fixed
 
 
-def _ernie_sparse(config: Any, block: int) -> bool:
-    return bool(block >= config.moe_layer_start_index and (block + 1) % config.moe_layer_interval == 0)
-
-
 def _routes(config: Any, block: int) -> bool:
-    """Of Llama 4."""
     return bool((block + 1) % config.interleave_moe_layer_step == 0)
 
 
 def _first(value: Any) -> Any:
-    """Of what may be given for each block."""
     return value[0] if isinstance(value, list) else value
 
 
@@ -159,7 +150,7 @@ _SOME_SLIDE = require(
 
 
 def _window_or_none(config: Any) -> int:
-    """Without a window llama.cpp must not be told of one."""
+    """Return the window, or 0 if no block has one, as llama.cpp wants it."""
     return (config.sliding_window or 0) if SLIDING in config.layer_types else 0
 
 
@@ -171,10 +162,6 @@ def _mimo_heads(config: Any) -> list[int]:
 def _laguna_turns(config: Any) -> int | None:
     local = config.rope_parameters.get(SLIDING)
     return None if local is None else int(config.head_dim * local.get("partial_rotary_factor", 1.0))
-
-
-def _minimax_turns(config: Any) -> int:
-    return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
 
 def _minimax_halves(stem: str, setting: str) -> Stack:
@@ -299,7 +286,8 @@ ROWS = (
     Architecture(
         "ernie4_5_moe", "ernie4_5-moe", weights(*ATTENTION, *NORMS),
         per_block=mixed(
-            unless(_ernie_sparse), *weights("mlp.gate", *SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias"
+            lambda config, n: n < config.moe_layer_start_index or (n + 1) % config.moe_layer_interval != 0,
+            *weights("mlp.gate", *SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias",
         ),
         shapes={"exp_probs_b": ("one", "experts", "one")},  # a bias, which has not the last
         keys=RMS | {
@@ -535,7 +523,8 @@ ROWS = (
                 "layer_types = {0.layer_types}, and llama.cpp attends to some tokens alone where a block has experts",
             ),
             require(
-                lambda config: config.index_head_dim >= _minimax_turns(config),
+                lambda config: config.index_head_dim
+                >= int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)),
                 "index_head_dim = {0.index_head_dim}, and llama.cpp turns as many values as of the other heads",
             ),
             require(

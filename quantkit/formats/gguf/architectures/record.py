@@ -1,8 +1,8 @@
-"""What is known of an architecture of transformers in llama.cpp, and the words that its rows share.
+"""The record of an architecture of transformers in llama.cpp, and the words that its rows share.
 
-A part is a tensor of a block by its name in transformers, without the block in front. A part with {expert} or {head} in
-its name is one for each of them, which a file has in one tensor. Facts: https://github.com/ggml-org/llama.cpp,
-conversion/ and src/models/.
+A part is a tensor of a block by its name in transformers, without the block. One with {expert} or {head} in its name
+stands for all of them, which a file has in one tensor. Facts: conversion/ and src/models/ of
+https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -88,22 +88,17 @@ EXP = Function(np.exp, np.log)
 
 @dataclass(frozen=True)
 class Transform:
-    """How a file holds a tensor otherwise than transformers: the same facts for writing and reading.
-
-    `rows` and `columns` are in another order. `transposed`: the source has it (in, out). A vector becomes `function` of
-    (vector * root + shift), where root is that of the quotient of two lengths, `sqrt_factors`. `source_shape` is the
-    shape of a vector that the source has with further dimensions of one, -1 for its length. `split`: its rows lie in
-    several tensors of the file, given by name, each with its rows.
-    """
+    """How a file holds a tensor otherwise than transformers: the same facts for writing and reading."""
 
     rows: Order | None = None
     columns: Order | None = None
-    transposed: bool = False
+    transposed: bool = False  # the source has it (in, out)
+    # A vector becomes `function` of (vector * root + shift), where root is that of the quotient of two lengths.
     function: Function | None = None
     shift: float = 0.0
     sqrt_factors: tuple[str, str] | None = None
-    source_shape: tuple[int, ...] = (-1,)
-    split: Mapping[str, Order] = field(default_factory=dict)
+    source_shape: tuple[int, ...] = (-1,)  # of a vector that the source has with further dimensions of one
+    split: Mapping[str, Order] = field(default_factory=dict)  # tensors of the file by name -> their rows of it
 
 
 # By the ends of parts, as `ENDINGS`, where an architecture has none of its own.
@@ -114,9 +109,8 @@ TRANSFORMS = {"A_log": Transform(function=MINUS_EXP), "keys.{head}": Transform(t
 class Stack:
     """A tensor of the checkpoint, `part` of a block, that holds a matrix or a bias of every expert or head.
 
-    `pieces` are the parts that these are one by one. A matrix has the rows of all pieces, one after the other or,
-    `interleaved`, taking turns; `transposed`: it lies (in, out). As many rows each of three dimensions (of biases two),
-    or of `rows` in a configuration and a block: then they lie below one another in two.
+    A matrix has the rows of all `pieces`, one after the other or, `interleaved`, in turns; `transposed`: it is (in,
+    out). The tensor has three dimensions (of biases two), or two with as many `rows` of each piece.
     """
 
     part: str
@@ -128,59 +122,40 @@ class Stack:
 
 @dataclass(frozen=True)
 class Names:
-    """What transformers and llama.cpp call an architecture.
-
-    `name_with_experts` is llama.cpp's name for one with experts, where it is another. `mark` is a key of these files
-    that the files of another architecture of transformers with llama.cpp's same name lack.
-    """
+    """What transformers and llama.cpp call an architecture."""
 
     model_type: str
     name: str
     _: KW_ONLY
-    name_with_experts: str = ""
-    mark: str = ""
+    name_with_experts: str = ""  # llama.cpp's, if it is another
+    mark: str = ""  # a key of these files that others of llama.cpp's same name lack
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Which tensors a file has, by transformers' names, and what is done to them.
+    """Which tensors a file has, by transformers' names, and what is done to them."""
 
-    `blocks` is the dotted name of the list of blocks; `parts` are those that every block has, `per_block` those that
-    only some have. `outside` are the tensors beside the blocks, the embedding first, `outside_if` those that a model
-    has where a setting says so. Names in the file are those of `gguf_names`, of gguf's own maps of `names_like` (none:
-    of the architecture), or of `ENDINGS`. `stacks` are the tensors of a checkpoint that hold several parts, `shapes`
-    those that differ from `shapes.SHAPES`. `same_inputs`: a part that nobody measures -> one with its inputs.
-
-    `transforms` are by the parts' names without ``.weight`` or ``.bias``, else those of `TRANSFORMS`; `norm_shift` is
-    added to every norm that has none. `multipliers` are numbers of a configuration that a part, or a tensor outside, is
-    multiplied by, one or (rows, number) pairs: they are put into the weights, and a file's configuration has
-    `multiplied`. `scalars`: part -> the key that lists the one value that a tensor of each block has, and its shape.
-
-    `head_always`: llama.cpp wants a head of its own also where it is tied. `shares_keys`: the last blocks, as many as
-    `num_kv_shared_layers` says, take keys and values of earlier ones; what a checkpoint has in their place is left out,
-    and with `zero_keys` llama.cpp wants it, looks at its shape alone, and gets zeros.
-    """
-
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # of every block
     _: KW_ONLY
-    per_block: tuple[tuple[Condition, Parts], ...] = ()
-    blocks: str = "model.layers"
-    outside: tuple[str, ...] = OUTSIDE
-    outside_if: tuple[tuple[Condition, tuple[str, ...]], ...] = ()
+    per_block: tuple[tuple[Condition, Parts], ...] = ()  # of some blocks
+    blocks: str = "model.layers"  # the dotted name of the list of blocks
+    outside: tuple[str, ...] = OUTSIDE  # of the blocks, the embedding first
+    outside_if: tuple[tuple[Condition, tuple[str, ...]], ...] = ()  # of some models
     head: str = "lm_head.weight"
-    head_always: bool = False
-    gguf_names: Mapping[str, str] = field(default_factory=dict)
-    names_like: str = ""
-    stacks: tuple[Stack, ...] = ()
-    shapes: Mapping[str, Lengths] = field(default_factory=dict)
-    same_inputs: Mapping[str, str] = field(default_factory=dict)
-    transforms: Mapping[str, Transform] = field(default_factory=dict)
-    norm_shift: float = 0.0
+    head_always: bool = False  # llama.cpp wants a head of its own also if it is tied
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # before gguf's own maps and `ENDINGS`
+    names_like: str = ""  # the architecture whose maps of gguf are taken, if it is another
+    stacks: tuple[Stack, ...] = ()  # tensors of a checkpoint that hold several parts
+    shapes: Mapping[str, Lengths] = field(default_factory=dict)  # before `shapes.SHAPES`
+    same_inputs: Mapping[str, str] = field(default_factory=dict)  # a part that nobody measures -> one with its inputs
+    transforms: Mapping[str, Transform] = field(default_factory=dict)  # before `TRANSFORMS`, without ``.weight``
+    norm_shift: float = 0.0  # added to every norm without a transform
+    # What weights are multiplied by: one number, or (rows, number) pairs; a file's configuration has `multiplied`.
     multipliers: Mapping[str, Setting] = field(default_factory=dict)
     multiplied: Mapping[str, Any] = field(default_factory=dict)
-    scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    shares_keys: bool = False
-    zero_keys: bool = False
+    scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # part -> key of all, and shape
+    shares_keys: bool = False  # the last `num_kv_shared_layers` blocks take keys and values of earlier ones
+    zero_keys: bool = False  # llama.cpp wants those blocks' own, looks at their shape alone, and gets zeros
 
     @property
     def prefix(self) -> str:
@@ -196,37 +171,26 @@ class Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """The keys of a file: `keys` by name, without the architecture's in front, instead of or beside the common ones.
-
-    `gate` are the gates of a query head. `rope_types` are known (none: no rotary embedding). `partial_rotary`: only a
-    share of a head may turn; `rotated_apart`: a configuration says by another name, too, how much does. `yarn_scores`:
-    YaRN's scale is that of the scores, not of the rotated values. `by_block`: heads and widths differ from block to
-    block, and keys list them.
-    """
+    """The keys of a file, without the architecture's name in front, besides or instead of the common ones."""
 
     keys: Mapping[str, Setting] = field(default_factory=dict)
-    gate: Setting = 1
-    rope_types: tuple[str, ...] = ROPES
-    partial_rotary: bool = False
-    rotated_apart: bool = False
-    yarn_scores: bool = False
-    by_block: bool = False
+    gate: Setting = 1  # the gates of a query head
+    rope_types: tuple[str, ...] = ROPES  # none: no rotary embedding
+    partial_rotary: bool = False  # only a share of a head may turn
+    rotated_apart: bool = False  # a configuration says by another name, too, how much does
+    yarn_scores: bool = False  # YaRN's scale is that of the scores, not of the rotated values
+    by_block: bool = False  # heads and widths differ from block to block, and keys list them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusals:
-    """What llama.cpp's code has fixed, so that a model that would load but compute something else is refused.
-
-    `required_config` are the values that settings may have, `checks` return what else is wrong. What users are told:
-    `follows_window`: llama.cpp keeps to the sliding window; `fixed_epsilon` names what transformers computes with
-    FIXED_EPSILON, and llama.cpp with the epsilon of all norms; `differs` is what llama.cpp computes a little otherwise.
-    """
+    """What llama.cpp's code has fixed, so that models it computes otherwise are refused; at last notes for the user."""
 
     required_config: RequiredConfig = field(default_factory=lambda: {"hidden_act": SILU})
     checks: tuple[Check, ...] = ()
-    follows_window: bool = False
-    fixed_epsilon: str = ""
-    differs: str = ""
+    follows_window: bool = False  # llama.cpp keeps to the sliding window
+    fixed_epsilon: str = ""  # what transformers computes with FIXED_EPSILON, llama.cpp with the epsilon of all norms
+    differs: str = ""  # what llama.cpp computes a little otherwise
 
 
 @dataclass(frozen=True)
@@ -284,7 +248,7 @@ def unless(condition: Callable[[Any, int], Any]) -> Callable[[Any, int], bool]:
 
 
 def windows(every: int | None) -> dict[str, Setting]:
-    """Keys of the window and, where it is not that of all blocks but every so many-th, of the blocks that have it."""
+    """Return keys of the window and of the blocks that have it, if not all but every so many-th."""
 
     def pattern(config: Any) -> list[bool] | None:
         windows = [kind == SLIDING for kind in config.layer_types]
@@ -300,7 +264,7 @@ def one_or_list(numbers: Sequence[int]) -> int | list[int]:
 
 
 def require(holds: Callable[[Any], Any], otherwise: str) -> Check:
-    """Return a check of a configuration, which is {0} in the message."""
+    """Return a check that reports `otherwise`, where {0} is the configuration."""
     return lambda config: None if holds(config) else otherwise.format(config)
 
 

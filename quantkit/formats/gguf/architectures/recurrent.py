@@ -1,7 +1,6 @@
-"""Architectures of which some blocks have no attention: short convolutions, delta rules, Mamba 2.
+"""Architectures with blocks without attention: short convolutions, delta rules, Mamba 2.
 
-What llama.cpp has fixed of Kimi's delta attention: src/models/kimi-linear.cpp and bailingmoe3.cpp of
-https://github.com/ggml-org/llama.cpp.
+llama.cpp, for Kimi's delta attention: src/models/kimi-linear.cpp and bailingmoe3.cpp.
 """
 
 from __future__ import annotations
@@ -9,13 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from quantkit.formats.gguf.architectures.latent import (
-    LATENT_NORMS,
-    latent_key,
-    of_heads,
-    stack_of_heads,
-    whole_key,
-)
+from quantkit.formats.gguf.architectures.latent import LATENT_NORMS, latent_key, of_heads, stack_of_heads, whole_key
 from quantkit.formats.gguf.architectures.mixtures import (
     DENSE_BLOCKS,
     DENSE_FIRST,
@@ -50,6 +43,7 @@ from quantkit.formats.gguf.architectures.record import (
     W_EXPERTS,
     Architecture,
     Parts,
+    RequiredConfig,
     Setting,
     Transform,
     experts_of,
@@ -129,7 +123,7 @@ _DELTA = "linear_attn"
 
 
 def _sections(config: Any) -> list[int]:
-    """Of the rotated values, by the coordinate of an image; of text all coordinates are the same."""
+    """Return the rotated values by coordinate of an image; a text has one coordinate."""
     given = list((config.rope_parameters or {}).get("mrope_section") or (11, 11, 10))
     return [*given, 0, 0, 0, 0][:4]
 
@@ -189,6 +183,9 @@ _MAMBA_KEYS: dict[str, Setting] = {
     "ssm.time_step_rank": "mamba_n_heads",
     "ssm.inner_size": lambda config: config.mamba_n_heads * config.mamba_d_head,
 }  # fmt: skip
+_MAMBA_FIXED: RequiredConfig = {
+    **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": ((0.0, math.inf), None)
+}  # fmt: skip
 _FEED_FORWARD = weights(*(f"feed_forward.{kind}_proj" for kind in KINDS))
 _BAMBA = Architecture(
     "bamba", "granitehybrid", (*weights("input_layernorm", "pre_ff_layernorm"), *_FEED_FORWARD),
@@ -196,10 +193,7 @@ _BAMBA = Architecture(
     outside=(EMBEDDING, "model.final_layernorm.weight"), shapes=_MAMBA_SHAPES,
     transforms=ROTARY, partial_rotary=True,
     keys=RMS | _MAMBA_KEYS | {KEY_HEADS: _key_heads}, checks=(_BOTH_KINDS,),
-    required_config={
-        **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "mlp_bias": False,
-        "time_step_limit": ((0.0, math.inf), None), "mamba_expand": 2,
-    },
+    required_config={**_MAMBA_FIXED, "mlp_bias": False, "mamba_expand": 2},
 )  # fmt: skip
 _ONES = (
     *(f"{kind}_{side}_multiplier" for kind in ("attention", "ssm") for side in ("in", "out")),
@@ -220,7 +214,6 @@ def _is(kind: str) -> Any:
 
 
 def _nemotron_inners(config: Any) -> list[int]:
-    """Of each block, 0 without a feed-forward layer."""
     inner = config.moe_intermediate_size if "moe" in config.layers_block_type else config.intermediate_size
     return [int(inner) * (kind in ("mlp", "moe")) for kind in config.layers_block_type]
 
@@ -232,57 +225,42 @@ def _with_experts(setting: str) -> Setting:
 # Kimi's delta attention in most blocks, and latent attention in the others
 
 
-def _latent_key_heads(config: Any) -> list[int]:
-    """Of each block: latent attention has one key head."""
-    return [int(_attends(config, block)) for block in range(config.num_hidden_layers)]
-
-
-def _kimi(
-    model_type: str, name: str, attention: str, mixture: str, output: str, scores: str, experts: tuple[str, ...],
-    delta: Parts, latent: tuple[str, ...], decay: Transform, **other: Any,
-) -> Architecture:  # fmt: skip
-    """`attention` and `mixture` (of experts) are parts of a block, `output` is the last layer of the first.
-
-    `delta` are the parts of delta attention that the two have otherwise, `latent` those of latent attention.
-    """
+def _kimi_blocks(
+    attention: str, mixture: str, experts: tuple[str, ...], delta: Parts, latent: tuple[str, ...] = ()
+) -> tuple[tuple[Any, Parts], ...]:
+    """Return the parts of some blocks, with those of `delta` and `latent` attention that the two have otherwise."""
     names = ("q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "o_norm", "k_proj", "v_proj")
     own = weights(*(f"{attention}.{part}" for part in names))
+    of_latent = weights(f"{attention}.kv_a_proj_with_mqa", f"{attention}.kv_a_layernorm")
     of_mixture = weights(f"{mixture}.gate", *(f"{mixture}.shared_experts.{kind}_proj" for kind in KINDS))
-    return Architecture(
-        model_type, name, weights(f"{attention}.q_proj", f"{attention}.{output}", *NORMS), names_like="kimi-linear",
-        per_block=(
-            (_recurs, (*own, f"{attention}.A_log", f"{attention}.dt_bias")), (_recurs, delta),
-            (is_dense, weights(*MLP)),
-            (_attends, (
-                *of_heads(attention), *latent,
-                *weights(f"{attention}.kv_a_proj_with_mqa", f"{attention}.kv_a_layernorm"),
-            )),
-            (unless(is_dense), (scores, *of_mixture, *experts)),
-        ),
-        stacks=(stack_of_heads(attention),),
-        transforms={f"{attention}.A_log": decay},
-        keys=routed(SIGMOID) | DENSE_BLOCKS | {
-            EXPERTS: "num_local_experts", KEY_HEADS: _latent_key_heads, KEY_LENGTH: latent_key,
-            VALUE_LENGTH: "kv_lora_rank",
-            "attention.kv_lora_rank": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
-            "attention.key_length_mla": whole_key, "rope.dimension_count": "qk_rope_head_dim",
-            "ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim",
-        } | other.pop("keys", {}),
-        shapes={
-            "attn_q": ("delta or latent queries", "hidden"), "attn_output": ("hidden", "delta or latent values"),
-            **dict.fromkeys(("attn_k", "attn_v", "ssm_g_a", "ssm_f_a"), ("delta", "hidden")),
-            **dict.fromkeys((f"ssm_conv1d_{part}" for part in "qkv"), ("delta", "one", "kernel")),
-            "ssm_beta": ("heads", "hidden"), "ssm_a": ("heads", "one"), "ssm_dt": ("delta",),
-            "ssm_norm": ("delta head",), **other.pop("shapes"),
-        },
-        fixed_epsilon=f"{LATENT_NORMS} and the {DELTA_LENGTHS}",
-        checks=(DENSE_FIRST, _BOTH_KINDS, *other.pop("checks", ())),
-        required_config={
-            "linear_num_heads": lambda config: config.num_attention_heads, "tie_word_embeddings": False,
-            **UNBIASED, **EQUAL_HEADS, **other.pop("required_config"),
-        },
-        **other,
+    return (
+        (_recurs, (*own, f"{attention}.A_log", f"{attention}.dt_bias")), (_recurs, delta), (is_dense, weights(*MLP)),
+        (_attends, (*of_heads(attention), *latent, *of_latent)), (unless(is_dense), (*of_mixture, *experts)),
     )  # fmt: skip
+
+
+_KIMI = Architecture(
+    "kimi_linear", "kimi-linear", (), names_like="kimi-linear",
+    keys=routed(SIGMOID) | DENSE_BLOCKS | {
+        EXPERTS: "num_local_experts", KEY_LENGTH: latent_key, VALUE_LENGTH: "kv_lora_rank",
+        KEY_HEADS: lambda config: [int(_attends(config, n)) for n in range(config.num_hidden_layers)],
+        "attention.kv_lora_rank": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
+        "attention.key_length_mla": whole_key, "rope.dimension_count": "qk_rope_head_dim",
+        "ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim",
+    },
+    shapes={
+        "attn_q": ("delta or latent queries", "hidden"), "attn_output": ("hidden", "delta or latent values"),
+        **dict.fromkeys(("attn_k", "attn_v", "ssm_g_a", "ssm_f_a"), ("delta", "hidden")),
+        **dict.fromkeys((f"ssm_conv1d_{part}" for part in "qkv"), ("delta", "one", "kernel")),
+        "ssm_beta": ("heads", "hidden"), "ssm_a": ("heads", "one"), "ssm_dt": ("delta",),
+        "ssm_norm": ("delta head",),
+    },
+    fixed_epsilon=f"{LATENT_NORMS} and the {DELTA_LENGTHS}", checks=(DENSE_FIRST, _BOTH_KINDS),
+    required_config={
+        "linear_num_heads": lambda config: config.num_attention_heads, "tie_word_embeddings": False,
+        **UNBIASED, **EQUAL_HEADS,
+    },
+)  # fmt: skip
 
 
 ROWS = (
@@ -345,11 +323,7 @@ ROWS = (
             "expert_shared_feed_forward_length": "shared_intermediate_size",
             "rope.scaling.finetuned": lambda config: config.position_embedding_type == "rope",
         },
-        required_config={
-            **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_expand": 2,
-            "time_step_limit": ((0.0, math.inf), None),
-        },
-        checks=(_BOTH_KINDS,),
+        required_config={**_MAMBA_FIXED, "mamba_expand": 2}, checks=(_BOTH_KINDS,),
     ),
     _BAMBA,
     Architecture(  # attention and a state in every block, side by side
@@ -371,8 +345,7 @@ ROWS = (
         },
         keys=RMS | _MAMBA_KEYS,
         required_config={
-            **UNBIASED, "mamba_conv_bias": True, "mamba_proj_bias": False, "projectors_bias": False,
-            "mlp_bias": False, "time_step_limit": ((0.0, math.inf), None),
+            **_MAMBA_FIXED, "projectors_bias": False, "mlp_bias": False,
             # llama.cpp's norm of what a state gives comes behind the gate.
             "mamba_norm_before_gate": lambda config: False if config.mamba_rms_norm else (False, True),
         },
@@ -404,24 +377,31 @@ ROWS = (
         "qwen3_5_moe_text", "qwen35moe", parts=_QWEN3_NEXT.parts,
         keys=_MIXTURE_KEYS | {INNER: "moe_intermediate_size"} | _SECTIONS,
     ),
-    _kimi(
-        "kimi_linear", "kimi-linear", "self_attn", "block_sparse_moe", "o_proj",
-        "block_sparse_moe.gate.e_score_correction_bias", W_EXPERTS,
-        weights(*(f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b"))), (),
-        Transform(function=MINUS_EXP, source_shape=(1, 1, -1, 1)), rope_types=(),
+    _KIMI.like(
+        "kimi_linear", parts=weights("self_attn.q_proj", "self_attn.o_proj", *NORMS), rope_types=(),
+        per_block=_kimi_blocks(
+            "self_attn", "block_sparse_moe", ("block_sparse_moe.gate.e_score_correction_bias", *W_EXPERTS),
+            weights(*(f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b"))),
+        ),
+        stacks=(stack_of_heads("self_attn"),),
+        transforms={"self_attn.A_log": Transform(function=MINUS_EXP, source_shape=(1, 1, -1, 1))},
         shapes=dict.fromkeys(("ssm_f_a", "ssm_g_a"), ("delta head", "hidden"))
         | dict.fromkeys(("ssm_f_b", "ssm_g_b"), ("delta", "delta head")),
         required_config={"norm_topk_prob": True, "q_lora_rank": None},
     ),
-    _kimi(
-        "bailing_hybrid", "bailingmoe3", "attention", "mlp", "dense", "mlp.gate.expert_bias", PLAIN_EXPERTS,
-        {"attention.f_proj.weight": "ssm_f_a.weight", "attention.g_proj.weight": "ssm_g_a.weight"},
-        ("attention.g_proj.weight",), Transform(function=EXP), rope_types=("default",),
+    _KIMI.like(
+        "bailing_hybrid", "bailingmoe3", parts=weights("attention.q_proj", "attention.dense", *NORMS),
+        per_block=_kimi_blocks(
+            "attention", "mlp", ("mlp.gate.expert_bias", *PLAIN_EXPERTS),
+            {"attention.f_proj.weight": "ssm_f_a.weight", "attention.g_proj.weight": "ssm_g_a.weight"},
+            ("attention.g_proj.weight",),
+        ),
+        stacks=(stack_of_heads("attention"),), transforms={"attention.A_log": Transform(function=EXP)},
         outside=("model.word_embeddings.weight", "model.norm.weight"), shapes={"attn_gate": ("heads", "hidden")},
-        keys={"kda.gate_lower_bound": lambda config: float(config.kda_lower_bound)},
-        required_config={"kda_safe_gate": True}, checks=(require(
+        keys={"kda.gate_lower_bound": lambda config: float(config.kda_lower_bound)}, rope_types=("default",),
+        required_config={"kda_safe_gate": True}, checks=(*_KIMI.checks, require(
             lambda config: config.kda_lower_bound < 0,
             "kda_lower_bound = {0.kda_lower_bound}, which is not below 0",
-        ),),
+        )),
     ),
 )  # fmt: skip

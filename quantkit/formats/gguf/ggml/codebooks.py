@@ -1,17 +1,16 @@
-"""The points, signs and scales inside the blocks of ggml's IQ2 and IQ3 types: taken out, and put in.
+"""Points, signs and scales of ggml's IQ2 and IQ3 blocks: unpacked and packed.
 
-A block holds 256 neighbouring weights of a row. Each 4 or 8 of them are a point of a table, each weight with a sign of
-its own, times the scale of its run of 16 or 32: weight = scale * sign * point. In the types with `even` signs each 8
-weights have an even number of minuses, which saves a bit. The tables are read out of ggml by its own reading of a block
-that names each point. Layouts: ggml's block_iq2_xxs, block_iq2_xs, block_iq2_s, block_iq3_xxs, block_iq3_s
-(ggml-common.h and dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml). Not here: IQ1_S and IQ1_M.
+A block holds 256 neighbouring weights of a row. Each 4 or 8 of them are a point of a table, each weight with its own
+sign, times the scale of a run of 16 or 32: weight = scale * sign * point. In types with `even` signs each 8 weights
+have an even number of minuses, which saves a bit. ggml itself gives the tables: it reads a block that names each point.
+Layouts: block_iq2_xxs .. block_iq3_s in ggml-common.h, dequantize_row_* in ggml-quants.c. Not here: IQ1_S and IQ1_M.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,62 +25,53 @@ ONE = np.frombuffer(np.float16(1).tobytes(), np.uint8)
 
 @dataclass(frozen=True)
 class Codebook:
-    """One type: tables of `points` points of `size` weights, a scale for each `run` weights, `nbytes` a block.
-
-    pack(blocks, indices (n, 256 / size), signs (n, 32)) writes them in place; bit i of a byte of signs is the minus of
-    the i-th of 8 weights.
-    """
+    """One type."""
 
     name: str
-    size: int
-    points: int
-    run: int
-    nbytes: int
+    size: int  # weights of a point
+    points: int  # in the table
+    run: int  # weights that share a scale
+    nbytes: int  # of a block
     even: bool
+    # Of blocks, indices (n, 256 / size), signs (n, 32), whose bits are the minuses of 8 weights; in place.
     pack: Callable[[Bytes, Indices, Bytes], None]
 
+    @cached_property
     def table(self) -> Floats:
-        """The points (points, size) float32, none negative, in units that `scales` has."""
-        return _table(self)
+        """The points (points, size) float32, none negative, in the units of `scales`."""
+        each = BLOCK // self.size
+        blocks = np.zeros((-(-self.points // each), self.nbytes), np.uint8)
+        blocks[:, :2] = ONE
+        indices = np.resize(np.arange(self.points, dtype=np.uint16), (len(blocks), each))
+        self.pack(blocks, indices, np.zeros((len(blocks), BLOCK // SIGN_RUN), np.uint8))
+        return ggml.dequantize(self.name, blocks, BLOCK).reshape(-1, self.size)[: self.points]
 
     def scales(self, packed: Bytes) -> Floats:
-        """Scales (rows, columns / run) float32 of packed rows (rows, bytes)."""
+        """Return the scales (rows, columns / run) float32 of packed rows (rows, bytes)."""
         rows, columns = len(packed), packed.shape[1] // self.nbytes * BLOCK
         first = self.with_points(
             packed, np.zeros((rows, columns // self.size), np.uint16), np.zeros((rows, columns // SIGN_RUN), np.uint8)
         )
-        return ggml.dequantize(self.name, first, columns)[:, :: self.run] / self.table()[0, 0]
+        return ggml.dequantize(self.name, first, columns)[:, :: self.run] / self.table[0, 0]
 
     def with_points(self, packed: Bytes, indices: Indices, signs: Bytes) -> Bytes:
-        """A copy of packed rows (rows, bytes) with other points (rows, columns / size) and signs (rows, columns / 8)
-        on the same scales.
-        """
+        """Copy packed rows with other points (rows, columns / size) and signs (rows, columns / 8), same scales."""
         blocks = packed.reshape(-1, self.nbytes).copy()
         self.pack(blocks, indices.reshape(len(blocks), -1), signs.reshape(len(blocks), -1))
         return blocks.reshape(packed.shape)
 
     def without_factors(self, packed: Bytes, columns: int) -> tuple[Floats, Floats]:
-        """Factors (rows, columns / 256) float32 of packed rows, and their values (rows, columns) with all factors 1."""
+        """Split packed rows into factors (rows, columns / 256) and values (rows, columns) with all factors 1."""
         blocks = packed.reshape(-1, self.nbytes).copy()
         factors = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
         blocks[:, :2] = ONE
         return factors.reshape(len(packed), -1), ggml.dequantize(self.name, blocks.reshape(packed.shape), columns)
 
     def with_factors(self, packed: Bytes, factors: Floats) -> Bytes:
-        """A copy of packed rows with other factors (rows, columns / 256), which a float16 holds."""
+        """Copy packed rows with other factors (rows, columns / 256), which a float16 holds."""
         blocks = packed.reshape(-1, self.nbytes).copy()
         blocks[:, :2] = factors.astype(np.float16).reshape(-1, 1).view(np.uint8)
         return blocks.reshape(packed.shape)
-
-
-@cache
-def _table(codebook: Codebook) -> Floats:
-    each = BLOCK // codebook.size
-    blocks = np.zeros((-(-codebook.points // each), codebook.nbytes), np.uint8)
-    blocks[:, :2] = ONE
-    indices = np.resize(np.arange(codebook.points, dtype=np.uint16), (len(blocks), each))
-    codebook.pack(blocks, indices, np.zeros((len(blocks), BLOCK // SIGN_RUN), np.uint8))
-    return ggml.dequantize(codebook.name, blocks, BLOCK).reshape(-1, codebook.size)[: codebook.points]
 
 
 def _words(parts: Bytes) -> NDArray[np.uint32]:

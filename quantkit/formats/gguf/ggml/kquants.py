@@ -1,14 +1,13 @@
-"""The codes and scales inside ggml's K-quant blocks, and IQ4_XS's, which are made alike: taken out, and put in.
+"""Codes and scales of ggml's K-quant blocks, and of IQ4_XS, which is built alike: unpacked and packed.
 
-A block holds 256 neighbouring weights of a row; each run of 16 or 32 of them has a scale of 4 or 6 bits, and in some
-types a minimum: weight = scale * code - minimum. IQ4_XS's codes stand for 16 uneven steps. Layouts: ggml's block_q2_K
-.. block_q6_K and block_iq4_xs (ggml-common.h and dequantize_row_* in ggml-quants.c of
-https://github.com/ggml-org/ggml).
+A block holds 256 neighbouring weights of a row; each run of 16 or 32 has a scale of 4 or 6 bits, and in some types a
+minimum: weight = scale * code - minimum. IQ4_XS's codes stand for 16 uneven steps. Layouts: block_q2_K .. block_q6_K
+and block_iq4_xs in ggml-common.h, dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -20,11 +19,13 @@ BLOCK = 256
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+Unpack = Callable[[Bytes], tuple[Bytes, Bytes]]
+Pack = Callable[[Bytes, Bytes, Bytes], None]
 
 
 @dataclass
 class Scales:
-    """What a block (n of them) says beside its codes: value = factor * scales * code - offset * minima.
+    """All of n blocks but the codes: value = factor * scales * code - offset * minima.
 
     factor and offset are (n, 1) float32 that a float16 holds; scales and minima (n, 256 / group) are whole numbers in
     float32. In types without minima, value = factor * scales * (code - zero), and minima are zeros.
@@ -37,9 +38,9 @@ class Scales:
 
 
 class Field(NamedTuple):
-    """Where `width` bits of numbers from bit `shift` on lie in a block: in its bytes from `start` to `stop`.
+    """Where a block stores `width` bits of numbers, from bit `shift` on: in its bytes `start` to `stop`.
 
-    In each `run` of bytes, number `run * j + l` has them in byte l at bit width * j.
+    In each `run` of bytes, number `run * j + l` is in byte l at bit width * j.
     """
 
     start: int
@@ -51,41 +52,39 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class KQuant:
-    """One type: codes of `bits` bits in `fields`, a scale for each `group` weights, `nbytes` a block.
-
-    Scales are whole numbers from `least` to `largest`, minima from 0 to `largest_minimum` (0: the type has none, and
-    `zero` is taken from its codes). The float16 factor lies at byte `factor_at`, that of the minima behind it. `steps`
-    are what the codes stand for, from low to high, where they are not whole numbers in a row.
-    unpack(blocks) -> scales less `least` and minima, uint8; pack(blocks, those) writes them in place.
-    """
+    """One type."""
 
     name: str
-    bits: int
-    group: int
-    nbytes: int
-    least: int
+    bits: int  # of a code
+    group: int  # weights that share a scale
+    nbytes: int  # of a block
+    least: int  # scale, a whole number
     largest: int
-    largest_minimum: int
-    zero: int
-    factor_at: int
-    unpack: Callable[[Bytes], tuple[Bytes, Bytes]]
-    pack: Callable[[Bytes, Bytes, Bytes], None]
-    fields: tuple[Field, ...]
-    steps: tuple[int, ...] = ()
+    largest_minimum: int  # 0: the type has none
+    zero: int  # subtracted from codes without minima
+    factor_at: int  # the byte of the float16 factor; the minima's is behind it
+    unpack: Unpack  # blocks -> scales less `least`, and minima
+    pack: Pack  # puts these into blocks
+    fields: tuple[Field, ...]  # of the codes
+    steps: tuple[int, ...] = ()  # the values of the codes, if these are not consecutive numbers
 
 
-def _take(blocks: Bytes, field: Field) -> Bytes:
-    raw = blocks[:, field.start : field.stop].reshape(len(blocks), -1, 1, field.run)
-    positions = np.arange(0, 8, field.width, dtype=np.uint8)[:, None]
-    bits = (raw >> positions) & np.uint8((1 << field.width) - 1)
-    return (bits << np.uint8(field.shift)).reshape(len(blocks), -1)
+def _take(blocks: Bytes, fields: Iterable[Field]) -> Bytes:
+    numbers = []
+    for field in fields:
+        raw = blocks[:, field.start : field.stop].reshape(len(blocks), -1, 1, field.run)
+        positions = np.arange(0, 8, field.width, dtype=np.uint8)[:, None]
+        bits = (raw >> positions) & np.uint8((1 << field.width) - 1)
+        numbers.append((bits << np.uint8(field.shift)).reshape(len(blocks), -1))
+    return reduce(np.bitwise_or, numbers)
 
 
-def _give(blocks: Bytes, field: Field, numbers: Bytes) -> None:
-    bits = (numbers >> np.uint8(field.shift)) & np.uint8((1 << field.width) - 1)
-    positions = np.arange(0, 8, field.width, dtype=np.uint8)[:, None]
-    wide = bits.reshape(len(blocks), -1, len(positions), field.run) << positions
-    blocks[:, field.start : field.stop] = np.bitwise_or.reduce(wide, axis=2).reshape(len(blocks), -1)
+def _give(blocks: Bytes, fields: Iterable[Field], numbers: Bytes) -> None:
+    for field in fields:
+        bits = (numbers >> np.uint8(field.shift)) & np.uint8((1 << field.width) - 1)
+        positions = np.arange(0, 8, field.width, dtype=np.uint8)[:, None]
+        wide = bits.reshape(len(blocks), -1, len(positions), field.run) << positions
+        blocks[:, field.start : field.stop] = np.bitwise_or.reduce(wide, axis=2).reshape(len(blocks), -1)
 
 
 def _unpack_2(blocks: Bytes) -> tuple[Bytes, Bytes]:
@@ -94,19 +93,6 @@ def _unpack_2(blocks: Bytes) -> tuple[Bytes, Bytes]:
 
 def _pack_2(blocks: Bytes, scales: Bytes, minima: Bytes) -> None:
     blocks[:, :16] = scales | (minima << 4)
-
-
-HIGH_3 = Field(104, 108, 2, 4, shift=4)  # the upper bits of Q3_K's scales
-
-
-def _unpack_3(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    low = np.concatenate([blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4], axis=1)
-    return low | _take(blocks, HIGH_3), np.zeros_like(low)
-
-
-def _pack_3(blocks: Bytes, scales: Bytes, _minima: Bytes) -> None:
-    blocks[:, 96:104] = (scales[:, :8] & 15) | (scales[:, 8:] << 4)
-    _give(blocks, HIGH_3, scales)
 
 
 def _unpack_45(blocks: Bytes) -> tuple[Bytes, Bytes]:
@@ -132,20 +118,17 @@ def _pack_6(blocks: Bytes, scales: Bytes, _minima: Bytes) -> None:
     blocks[:, 192:208] = scales ^ 128
 
 
-HIGH_4, LOW_4 = Field(2, 4, 2, 1, shift=4), Field(4, 8, 4, 1)  # of IQ4_XS's scales
+def _without_minima(*fields: Field) -> tuple[Unpack, Pack]:
+    def unpack(blocks: Bytes) -> tuple[Bytes, Bytes]:
+        scales = _take(blocks, fields)
+        return scales, np.zeros_like(scales)
 
-
-def _unpack_iq4(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    scales = _take(blocks, LOW_4) | _take(blocks, HIGH_4)
-    return scales, np.zeros_like(scales)
-
-
-def _pack_iq4(blocks: Bytes, scales: Bytes, _minima: Bytes) -> None:
-    _give(blocks, LOW_4, scales)
-    _give(blocks, HIGH_4, scales)
+    return unpack, lambda blocks, scales, _minima: _give(blocks, fields, scales)
 
 
 STEPS_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_SCALES_3 = _without_minima(Field(96, 104, 4, 8), Field(104, 108, 2, 4, shift=4))
+_SCALES_IQ4 = _without_minima(Field(4, 8, 4, 1), Field(2, 4, 2, 1, shift=4))
 _CODES_3 = (Field(32, 96, 2, 32), Field(0, 32, 1, 32, shift=2))
 _CODES_5 = (Field(48, 176, 4, 32), Field(16, 48, 1, 32, shift=4))
 _CODES_6 = (Field(0, 128, 4, 64), Field(128, 192, 2, 32, shift=4))
@@ -153,17 +136,17 @@ KQUANTS = {
     kind.name: kind
     for kind in (
         KQuant("Q2_K", 2, 16, 84, 0, 15, 15, 0, 80, _unpack_2, _pack_2, (Field(16, 80, 2, 32),)),
-        KQuant("Q3_K", 3, 16, 110, -32, 31, 0, 4, 108, _unpack_3, _pack_3, _CODES_3),
+        KQuant("Q3_K", 3, 16, 110, -32, 31, 0, 4, 108, *_SCALES_3, _CODES_3),
         KQuant("Q4_K", 4, 32, 144, 0, 63, 63, 0, 0, _unpack_45, _pack_45, (Field(16, 144, 4, 32),)),
         KQuant("Q5_K", 5, 32, 176, 0, 63, 63, 0, 0, _unpack_45, _pack_45, _CODES_5),
         KQuant("Q6_K", 6, 16, 210, -128, 127, 0, 32, 208, _unpack_6, _pack_6, _CODES_6),
-        KQuant("IQ4_XS", 4, 32, 136, -32, 31, 0, 0, 0, _unpack_iq4, _pack_iq4, (Field(8, 136, 4, 16),), STEPS_IQ4),
+        KQuant("IQ4_XS", 4, 32, 136, -32, 31, 0, 0, 0, *_SCALES_IQ4, (Field(8, 136, 4, 16),), STEPS_IQ4),
     )
 }
 
 
 def read_scales(name: str, packed: Bytes) -> Scales:
-    """The scales of packed rows (rows, bytes), one block after the other."""
+    """Return the scales of packed rows (rows, bytes), one block after the other."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes)
     scales, minima = (part.astype(np.float32) for part in kind.unpack(blocks))
@@ -173,10 +156,7 @@ def read_scales(name: str, packed: Bytes) -> Scales:
 
 
 def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minima (rows, columns / group) float32 of packed rows (rows, bytes): scale * code - minimum.
-
-    In types with steps, scale * step of the code.
-    """
+    """Return scales and minima (rows, columns / group) of packed rows: scale * code (or step of the code) - minimum."""
     kind, stored = KQUANTS[name], read_scales(name, packed)
     scales = stored.factor * stored.scales
     minima = stored.offset * stored.minima if kind.largest_minimum else scales * np.float32(kind.zero)
@@ -184,7 +164,7 @@ def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def with_scales(name: str, packed: Bytes, scales: Scales) -> Bytes:
-    """A copy of packed rows (rows, bytes) with the same codes on other scales."""
+    """Copy packed rows (rows, bytes) with other scales."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes).copy()
     kind.pack(blocks, (scales.scales - np.float32(kind.least)).astype(np.uint8), scales.minima.astype(np.uint8))
@@ -195,16 +175,14 @@ def with_scales(name: str, packed: Bytes, scales: Scales) -> Bytes:
 
 
 def read_codes(name: str, packed: Bytes) -> Bytes:
-    """Codes (rows, columns) uint8 of packed rows (rows, bytes)."""
+    """Return the codes (rows, columns) uint8 of packed rows (rows, bytes)."""
     kind = KQUANTS[name]
-    blocks = packed.reshape(-1, kind.nbytes)
-    return reduce(np.bitwise_or, (_take(blocks, field) for field in kind.fields)).reshape(len(packed), -1)
+    return _take(packed.reshape(-1, kind.nbytes), kind.fields).reshape(len(packed), -1)
 
 
 def with_codes(name: str, packed: Bytes, codes: Bytes) -> Bytes:
-    """A copy of packed rows (rows, bytes) with other codes (rows, columns) on the same scales."""
+    """Copy packed rows (rows, bytes) with other codes (rows, columns)."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes).copy()
-    for field in kind.fields:
-        _give(blocks, field, codes.reshape(-1, BLOCK))
+    _give(blocks, kind.fields, codes.reshape(-1, BLOCK))
     return blocks.reshape(packed.shape)

@@ -1,12 +1,8 @@
-"""ggml's own quantizers, called through ctypes: the bytes are those that llama.cpp writes.
+"""ggml's own quantizers through ctypes: rows of float32 to llama.cpp's blocks, and back.
 
-Rows of float32 go in, packed blocks come out, and back. Where ggml_packing.py has a type it packs the same bytes in
-less time. The library is the `libggml-base` of the package libggml-python; ctypes releases the interpreter lock during
-a call, so several Python threads use several cores. C interface: `ggml_quantize_chunk` and `ggml_get_type_traits` in
-https://github.com/ggml-org/ggml (include/ggml.h).
-
-The first rows of an IQ1, IQ2 or IQ3 type in a process wait for tables that ggml makes of the type's grid, IQ2_S's and
-IQ1_M's for seconds; it locks them itself.
+packing.py packs the same bytes in less time, for some types. The library is the package libggml-python's `libggml-base`
+(include/ggml.h: `ggml_quantize_chunk`, `ggml_get_type_traits`). ctypes releases the interpreter lock, so threads use
+several cores. The first rows of an IQ1, IQ2 or IQ3 type wait for ggml's tables, IQ2_S's and IQ1_M's for seconds.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ class BlockType:
     to_float: Callable[[int, int, int], None] | None
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of `columns` values; raises ValueError where it is no whole number of blocks."""
+        """Return the bytes of a row; raise ValueError if it is no whole number of blocks."""
         if columns <= 0 or columns % self.block:
             raise ValueError(f"{self.name} stores rows of a multiple of {self.block} values, not {columns}")
         return columns // self.block * self.block_bytes
@@ -99,7 +95,7 @@ def _library() -> Any:
 
 @cache
 def block_type(name: str) -> BlockType:
-    """Look up a type by name, such as ``Q4_K`` or ``F16``; raises ValueError for an unknown one."""
+    """Look up a type by name, such as ``Q4_K`` or ``F16``; raise ValueError for an unknown one."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if name not in GGMLQuantizationType.__members__:
@@ -123,12 +119,10 @@ def _refuse_layout(array: np.ndarray, dtype: Any, what: str) -> None:
 def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
     """Pack float32 `rows` (n, columns) as (n, row_bytes) uint8.
 
-    `importance` (columns,) float32 holds the weight of each column's squared error; the types in `WEIGHTED`
-    use it, those in `IMPORTANCE_ONLY` need it, the others ignore it. Raises ValueError where it is missing, and for
-    shapes and values that ggml would silently spoil: rows
-    that are no whole number of blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them),
-    negative or non-finite importance, one above `LOUDEST`, and one that is zero or below `FAINTEST` over a whole
-    run of 16 columns (ggml would set the weights there to zero).
+    `importance` (columns,) float32 weighs each column's squared error; types in `WEIGHTED` use it, those in
+    `IMPORTANCE_ONLY` need it. Raises ValueError for what ggml would silently spoil: rows that are no whole number of
+    blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them), and importance that is missing, negative,
+    not finite, above `LOUDEST`, or below `FAINTEST` over a whole run of 16 columns (ggml would zero the weights there).
     """
     kind = block_type(name)
     _refuse_layout(rows, np.float32, "rows")
@@ -150,7 +144,7 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
 
 
 def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """ggml's own packing, as `quantize` but without its checks."""
+    """Pack with ggml itself, as `quantize` but without its checks."""
     kind, (n, columns) = block_type(name), rows.shape
     packed = np.empty((n, kind.row_bytes(columns)), dtype=np.uint8)
     pointer = None if importance is None else importance.ctypes.data
@@ -162,11 +156,7 @@ def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
 
 @cache
 def _same(name: str, weighted: bool) -> bool:
-    """Whether the faster packing gives this ggml's bytes: held against it once in a process, on hard rows.
-
-    They are those where a few heavy columns leave the rest of a block to cancel, so that another rounding anywhere (a
-    fused multiply-add, another version's candidates) shows in the bytes.
-    """
+    """Return whether the faster packing gives this ggml's bytes, tried once in a process."""
     if (name, weighted) not in PACKERS or not available():
         return False
     random = np.random.default_rng(0)
@@ -188,7 +178,7 @@ def _check_importance(name: str, importance: Floats, columns: int) -> None:
 
 
 def dequantize(name: str, packed: Bytes, columns: int) -> Floats:
-    """Unpack `packed` (n, row_bytes) uint8 to float32 (n, columns); raises ValueError for a wrong shape."""
+    """Unpack `packed` (n, row_bytes) uint8 to float32 (n, columns); raise ValueError for a wrong shape."""
     kind = block_type(name)
     _refuse_layout(packed, np.uint8, "packed rows")
     if packed.shape[1] != kind.row_bytes(columns):

@@ -1,12 +1,11 @@
 """ggml's block types packed by a search of our own: the bytes of ggml's quantizers in a fraction of the time.
 
-Each function follows one of ggml's step by step (quantize_row_*_ref without importance, quantize_row_*_impl with it, in
+Each function follows one of ggml's (quantize_row_*_ref without importance, quantize_row_*_impl with it, in
 ggml-quants.c of https://github.com/ggml-org/ggml): weights of the errors, scales of the blocks, scales of the
-super-blocks of 256, codes on the stored scales. What is not here is fast enough in ggml.
+super-blocks of 256, codes on the stored scales. ggml is fast enough for all other types.
 
-The search for the scales of small blocks is in C (search.c): ggml's arithmetic, many blocks side by side, without the
-interpreter's lock. It is compiled when quantkit is installed; without a compiler there is none, `available` says so,
-and ggml's own quantizer does the work.
+The search for the scales of small blocks is in C (search.c): ggml's arithmetic on many blocks side by side, without the
+interpreter's lock. Without a compiler at installation, `available` is false and ggml's own quantizer does the work.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SLAB = 1 << 18  # weights packed at a time, for which a few arrays of float32 ar
 
 
 def load(path: Path) -> Any:
-    """Return the library at `path`, its functions typed; raises OSError where this machine cannot take it."""
+    """Load the library at `path`; raise OSError if this machine cannot."""
     library = ctypes.CDLL(str(path))
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
@@ -59,13 +58,13 @@ def _library() -> Any:
 
 
 def available() -> bool:
-    """Whether the library was compiled for this machine."""
+    """Return whether the library was compiled for this machine."""
     return _library() is not None
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Of each block: its scale and offset (blocks,), the sum of its weights (blocks,), codes uint8 (blocks, n)."""
+    """By block: scale, offset and sum of weights (blocks,), and codes uint8 (blocks, n)."""
 
     scales: Floats
     offsets: Floats
@@ -74,15 +73,12 @@ class Fitted:
 
 
 class Candidates(NamedTuple):
-    """The inverse scales that ggml tries for a block: (first + step * k + top) / range for k = 0..steps.
-
-    The least weighted error wins, of squares, or of magnitudes where `absolute`.
-    """
+    """Inverse scales that ggml tries: (first + step * k + top) / range for k = 0..steps; the least error wins."""
 
     first: float
     step: float
     steps: int
-    absolute: bool = False
+    absolute: bool = False  # the error is one of magnitudes, not of squares
 
 
 def _searched(function: str, values: Floats, weights: Floats, results: tuple[str, ...], *settings: float) -> Fitted:
@@ -105,9 +101,9 @@ def _search_symmetric(values: Floats, weights: Floats, top: int) -> Fitted:
 
 
 def _error_weights(rows: Floats, importance: Floats | None, run: int, times: int = 1) -> Floats:
-    """Weights of squared errors, of the shape of `rows` (n, columns); m is the mean square of a run of columns.
+    """Return weights of squared errors, of the shape of `rows` (n, columns), whose runs have the mean square m.
 
-    importance (columns,) * sqrt(times * m + square), or without it sqrt(m) + magnitude. `run` divides the columns.
+    importance (columns,) * sqrt(times * m + square), or without it sqrt(m) + magnitude.
     """
     weights = np.empty_like(rows)
     given = None if importance is None else importance.ctypes.data
@@ -133,7 +129,7 @@ def _half(values: Floats) -> Floats:
 
 
 def _super_block(values: Floats, weights: Floats | None, top: int) -> tuple[Floats, Floats]:
-    """Scales (n, 1) and codes (n, blocks) up to `top`: searched with weights, else they span each row's largest."""
+    """Return scales (n, 1) and codes (n, blocks): searched with weights, else spanning each row's largest."""
     if weights is not None:
         fitted = _searched("search_positive", values, weights, ("scales", "codes"), top)
         return fitted.scales[:, None], fitted.codes.astype(np.float32)
@@ -143,7 +139,7 @@ def _super_block(values: Floats, weights: Floats | None, top: int) -> tuple[Floa
 
 
 def _affine(name: str, rows: Floats, importance: Floats | None) -> Bytes:
-    """Q2_K, Q4_K, Q5_K: a scale and a minimum for each block, codes of both in the super-block."""
+    """Pack Q2_K, Q4_K, Q5_K: a scale and a minimum for each block, codes of both in the super-block."""
     kind, tried = KQUANTS[name], PLAIN[name] if importance is None else WEIGHTED
     blocks = rows.reshape(-1, kind.group)
     if importance is not None:
@@ -159,7 +155,7 @@ def _affine(name: str, rows: Floats, importance: Floats | None) -> Bytes:
 
 
 def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
-    """Q3_K with importance and Q6_K: a signed scale for each block."""
+    """Pack Q3_K with importance and Q6_K: a signed scale for each block."""
     kind = KQUANTS[name]
     blocks = rows.reshape(-1, kind.group)
     if importance is None:
@@ -180,7 +176,7 @@ def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
 
 
 def _extreme(scales: Floats) -> tuple[Floats, Floats]:
-    """Factors (n, 1) that put the scale of largest magnitude at -128, and the whole scales; zeros for nothing."""
+    """Return factors (n, 1) that put the scale of largest magnitude at -128, and the whole scales."""
     sizes = np.where(np.isnan(scales), np.float32(0), np.abs(scales))
     extreme = np.take_along_axis(scales, sizes.argmax(axis=1)[:, None], axis=1)
     nothing = sizes.max(axis=1, keepdims=True) < NOTHING
@@ -190,7 +186,7 @@ def _extreme(scales: Floats) -> tuple[Floats, Floats]:
 
 
 def _written(name: str, rows: Floats, codes: Bytes, stored: Scales) -> Bytes:
-    """Codes rounded anew on the scales as they are stored, all put into blocks."""
+    """Round codes on the scales as they are stored, and put all into blocks."""
     kind = KQUANTS[name]
     scales = np.ascontiguousarray((stored.factor * stored.scales).reshape(-1))
     offsets = np.ascontiguousarray((stored.offset * stored.minima).reshape(-1))
@@ -203,7 +199,7 @@ def _written(name: str, rows: Floats, codes: Bytes, stored: Scales) -> Bytes:
 
 
 def _small(bits: int, minimum: bool, rows: Floats, importance: Floats | None) -> Bytes:
-    """Q4_0, Q4_1, Q5_0, Q5_1 with importance: blocks of 32 with float16 scales."""
+    """Pack Q4_0, Q4_1, Q5_0, Q5_1 with importance: blocks of 32 with float16 scales."""
     blocks = rows.reshape(-1, 32)
     weights = _error_weights(rows, importance, rows.shape[1]).reshape(blocks.shape)
     if minimum:
@@ -230,10 +226,7 @@ PACKERS: dict[tuple[str, bool], Packer] = {
 
 
 def pack(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Pack float32 `rows` (n > 0, columns), with `importance` (columns,) or none, as ggml would: (n, row bytes) uint8.
-
-    Raises KeyError for what PACKERS does not have. Values and importance are as `ggml.quantize` has checked them.
-    """
+    """Pack float32 `rows` (n > 0, columns), checked by `ggml.quantize`, as ggml would; raise KeyError."""
     packer = PACKERS[name, importance is not None]
     step = max(1, SLAB // rows.shape[1])
     with np.errstate(all="ignore"):  # flat blocks divide by zero, and are told apart afterwards, as in ggml

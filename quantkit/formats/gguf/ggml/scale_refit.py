@@ -1,9 +1,8 @@
-"""Scales of K-quants and IQ4_XS after rounding: with the codes held, the whole-number scales and minima and the two
-float16 factors of each block that bring the layer's outputs nearer. Of the IQ2 and IQ3 types the factors alone.
+"""Refit the scales of rounded K-quants and IQ4_XS (of IQ2 and IQ3 the float16 factors alone), with codes held.
 
 Lowers tr((W - V) H (W - V)^T) in the values V of a row, by coordinate descent: each scale and each minimum takes the
-whole number that is best with all else held; then the factors of all blocks of a row are solved for at once, in closed
-form. Rows do not depend on each other. Nothing is taken that does not lower the error.
+best whole number with all else held, then the factors of all blocks of a row are solved for in closed form. Nothing is
+taken that does not lower the error.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ RIDGE = 1e-6  # share of the mean diagonal that holds the factors where they are
 
 
 class _PackedRows:
-    """Scales and codes of n rows in torch: factor, offset (n, B), scales, minima (n, G), codes less zero or their steps
-    (n, K).
-    """
+    """n rows in torch: factor, offset (n, B), scales, minima (n, G), codes less zero or their steps (n, K)."""
 
     def __init__(self, kind: KQuant, packed: Bytes, device: torch.device) -> None:
         self.kind, self.blocks = kind, packed.shape[1] // kind.nbytes
@@ -46,23 +43,18 @@ class _PackedRows:
             self.codes = codes.to(torch.float32) - kind.zero
 
     def values(self) -> torch.Tensor:
-        """(n, K) float32."""
         each = BLOCK // self.kind.group
         scales = (self.factor.repeat_interleave(each, 1) * self.scales).repeat_interleave(self.kind.group, 1)
         minima = (self.offset.repeat_interleave(each, 1) * self.minima).repeat_interleave(self.kind.group, 1)
         return scales * self.codes - minima
 
     def stored(self) -> Scales:
-        """As the blocks hold them."""
         parts = (self.factor, self.offset, self.scales, self.minima)
         return Scales(*(part.cpu().numpy().reshape(len(part) * self.blocks, -1) for part in parts))
 
 
 def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
-    """Packed rows (n, bytes) of type `name` with refitted scales.
-
-    target (n, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
-    """
+    """Refit the scales of packed rows (n, bytes) to the weight `target` (n, K); hessian (K, K) is E[x x^T]."""
     rows = _PackedRows(KQUANTS[name], packed, target.device)
     _whole_numbers(rows, (target - rows.values()) @ hessian, hessian)
     _factors(rows, target, hessian)
@@ -70,7 +62,7 @@ def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor)
 
 
 def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor) -> None:
-    """Improve scales and minima one after the other; slope (n, K) = (W - V) H is half the error's negative gradient."""
+    """Improve scales and minima in turn; slope (n, K) = (W - V) H is half the error's negative gradient."""
     kind = rows.kind
     each, size = BLOCK // kind.group, kind.group
     for b in range(rows.blocks):
@@ -84,31 +76,18 @@ def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor
             part, g = slice(j * size, (j + 1) * size), b * each + j
             for whole, directions, unit, least, largest in numbers:
                 direction = directions[:, part]
-                step = _better(whole[:, g], direction, near[:, part], inner[part, part], unit, least, largest)
+                gain = (direction * near[:, part]).sum(1)
+                curve = ((direction @ inner[part, part]) * direction).sum(1)
+                best = gain / (unit * curve)
+                best = torch.where(torch.isfinite(best), best, 0.0)
+                step = (whole[:, g] + best).round().clamp(least, largest) - whole[:, g]
+                moved_by = step * unit
+                step = torch.where(2 * moved_by * gain - moved_by.square() * curve > 0, step, 0.0)  # the error is lower
                 whole[:, g] += step
                 change = (step * unit)[:, None] * direction
                 near -= change @ inner[part]
                 moved[:, part] += change
         slope -= moved @ hessian[block]
-
-
-def _better(
-    now: torch.Tensor,
-    direction: torch.Tensor,
-    slope: torch.Tensor,
-    square: torch.Tensor,
-    unit: torch.Tensor,
-    least: int,
-    largest: int,
-) -> torch.Tensor:
-    """The whole step (n,) of `now` (n,) that lowers the error most: each step of one moves V by unit * direction."""
-    gain = (direction * slope).sum(1)
-    curve = ((direction @ square) * direction).sum(1)
-    best = gain / (unit * curve)
-    best = torch.where(torch.isfinite(best), best, 0.0)
-    step = (now + best).round().clamp(least, largest) - now
-    moved = step * unit
-    return torch.where(2 * moved * gain - moved.square() * curve > 0, step, 0.0)
 
 
 def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> None:
@@ -127,10 +106,7 @@ def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> 
 def _solved(
     parts: list[torch.Tensor], factors: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
 ) -> torch.Tensor:
-    """Better factors (n, P * B) float32 that float16 holds; a row whose error would not fall keeps its own.
-
-    A row's values are the sum of its P parts (n, K), each block of 256 times its factor.
-    """
+    """Return better factors (n, P * B), as float16 holds, of rows that sum P parts (n, K); rows may keep theirs."""
     blocks, now, along = target.shape[1] // BLOCK, factors.to(torch.float64), target @ hessian
     normal = normal_equations(parts, hessian, blocks)
     aimed = torch.cat([unit_sums(part * along, blocks) for part in parts], 1)
@@ -140,7 +116,7 @@ def _solved(
 
 
 def refit_factors(codebook: Codebook, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
-    """Packed rows (n, bytes) of a type of `codebooks` with better float16 factors, as `refit`."""
+    """Refit the float16 factors of packed rows of a type of `codebooks`, as `refit`."""
     factors, values = codebook.without_factors(packed, target.shape[1])
     now, part = torch.from_numpy(factors).to(target.device), torch.from_numpy(values).to(target.device)
     return codebook.with_factors(packed, _solved([part], now, target, hessian).cpu().numpy())

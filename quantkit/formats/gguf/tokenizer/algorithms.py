@@ -1,7 +1,6 @@
-"""How llama.cpp tokenizes: SentencePiece-like BPE, Gemma 4's BPE, and unigram, followed step by step.
+"""llama.cpp's SentencePiece-like BPE, Gemma 4's BPE and unigram, without special tokens (src/llama-vocab.cpp).
 
-Facts: src/llama-vocab.cpp of https://github.com/ggml-org/llama.cpp. All are quadratic in the length of the text, meant
-for a probe of some hundred characters. Special tokens are left out.
+All are quadratic in the length of the text, meant for a probe of some hundred characters.
 """
 
 from __future__ import annotations
@@ -15,31 +14,24 @@ from typing import Any
 
 SPACE = "\u2581"
 UNKNOWN_PENALTY = 10.0  # below the worst score
+LACKING = "the step {}, which llama.cpp lacks"
 
 
 def spm_scores(model: dict[str, Any]) -> dict[str, float]:
-    """Return scores by text, from the ``model`` part of a tokenizer.json; tokens that no merge makes come last.
-
-    The score of a token is minus the place of the first merge that makes it, so that the earlier merge is the better.
-    """
+    """Return scores by text: minus the place of the first merge that makes the token, the lowest for no merge."""
     first: dict[str, float] = {}
-    for rank, merge in enumerate(model["merges"]):
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
+    for rank, (left, right) in enumerate(merge_pairs(model)):
         first.setdefault(left + right, -float(rank))
     last = -float(len(model["merges"]))
     return {text: first.get(text, last) for text in model["vocab"]}
 
 
 def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix: bool) -> list[int]:
-    """Tokenize `text` as the ``llama`` model does; characters that have no token become their UTF-8 bytes."""
+    """Tokenize `text` as the ``llama`` model does; characters without a token become their UTF-8 bytes."""
     symbols = list(((" " if prefix else "") + text).replace(" ", SPACE))
-    while True:
-        pairs = [left + right for left, right in pairwise(symbols)]
-        joinable = [(scores[pair], -at) for at, pair in enumerate(pairs) if pair in ids]
-        if not joinable:
-            break
-        at = -max(joinable)[1]
-        symbols[at : at + 2] = [pairs[at]]
+    while found := [(scores[a + b], -at) for at, (a, b) in enumerate(pairwise(symbols)) if a + b in ids]:
+        at = -max(found)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
     tokens: list[int] = []
     for symbol in symbols:
         tokens += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
@@ -47,16 +39,13 @@ def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix:
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """The merges of the ``model`` part of a tokenizer.json, the best first."""
+    """Return the merges of the ``model`` part of a tokenizer.json, the best first."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(left, right) for left, right in pairs]
 
 
 def gemma4_tokens(text: str, ids: Mapping[str, int], merges: list[tuple[str, str]]) -> list[int]:
-    """Tokenize `text` as the ``gemma4`` model does.
-
-    Neighbours are joined by the merges, in lines by themselves; newlines in a row are one token where there is one.
-    """
+    """Tokenize `text` as the ``gemma4`` model does: merges within lines; newlines in a row may be one token."""
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(merges)))}
     tokens: list[int] = []
     for word in re.findall(r"[^\n]+|\n+", text.replace(" ", SPACE)):
@@ -72,25 +61,15 @@ def gemma4_tokens(text: str, ids: Mapping[str, int], merges: list[tuple[str, str
 
 @dataclass(frozen=True)
 class Unigram:
-    """A unigram tokenizer, llama.cpp's ``t5`` model: the best sum of scores over the whole text.
+    """A unigram tokenizer, llama.cpp's ``t5`` model: the best sum of scores over the whole text."""
 
-    `pieces` are the token ids and scores by text. A text is normalized by the source's precompiled character map,
-    blanks become U+2581, and a code point without a token counts as unknown.
-    """
-
-    pieces: dict[str, tuple[int, float]]
-    unknown: int
-    charsmap: bytes | None
+    pieces: dict[str, tuple[int, float]]  # token ids and scores by text, with U+2581 for blanks
+    unknown: int  # the id of a code point without a token
+    charsmap: bytes | None  # the source's precompiled normalizer
     prefix: bool
     merges_blanks: bool
 
-    @property
-    def scores(self) -> dict[str, float]:
-        """Scores by text."""
-        return {text: score for text, (_, score) in self.pieces.items()}
-
     def tokens(self, text: str) -> list[int]:
-        """Tokenize `text`."""
         text = self._normalized(text)
         lowest = min(score for _, score in self.pieces.values()) - UNKNOWN_PENALTY
         best: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -102,11 +81,10 @@ class Unigram:
                 if end - start == 1 or number != self.unknown:
                     endings.append((before + score, [*ids, number]))
             best.append(max(endings, key=lambda item: item[0]))
-        return [
-            number
-            for number, run in groupby(best[-1][1])
-            for _ in ([0] if number == self.unknown else run)  # neighbouring unknown ones are one
-        ]
+        tokens: list[int] = []
+        for number, run in groupby(best[-1][1]):
+            tokens += [number] if number == self.unknown else run  # neighbouring unknown ones are one
+        return tokens
 
     def _normalized(self, text: str) -> str:
         if self.charsmap is not None:
@@ -119,12 +97,12 @@ class Unigram:
         return (" " * self.prefix + text).replace(" ", SPACE)
 
 
-def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram | str:
-    """Read the ``model`` part and the steps of a tokenizer.json, or say which step llama.cpp lacks."""
+def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram:
+    """Read the ``model`` part and the steps of a tokenizer.json; raise ValueError for one that llama.cpp lacks."""
     if model.get("byte_fallback"):
-        return "unigram with byte fallback"
+        raise ValueError(LACKING.format("unigram with byte fallback"))
     if model.get("unk_id") is None:
-        return "unigram without an unknown token"
+        raise ValueError(LACKING.format("unigram without an unknown token"))
     charsmap, prefix, merges = None, False, False
     for step in steps:
         kind = step["type"]
@@ -135,7 +113,7 @@ def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram 
         elif _merges_blanks(step):
             merges = True
         elif kind != "WhitespaceSplit":
-            return kind
+            raise ValueError(LACKING.format(kind))
     pieces = {text: (number, float(score)) for number, (text, score) in enumerate(model["vocab"])}
     return Unigram(pieces, int(model["unk_id"]), charsmap, prefix, merges)
 

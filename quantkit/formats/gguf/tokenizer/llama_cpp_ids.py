@@ -1,7 +1,4 @@
-"""What llama.cpp makes of a text with a file's vocabulary, asked in a process of its own.
-
-llama.cpp ends its process for a vocabulary that it cannot take, such as one with two equal tokens.
-"""
+"""Tokenize with a file's vocabulary in llama.cpp, in another process: llama.cpp aborts at a bad vocabulary."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import sys
 from pathlib import Path
 
 from quantkit.errors import UnsupportedError, one_line
-from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import read_json
+from quantkit.untrusted import parse_json
 
 LIMIT = 600.0  # seconds; the largest vocabularies take a few
 LONGEST = 300  # characters of what llama.cpp says
@@ -22,26 +18,24 @@ SIGNS = ("error", "assert", "failed")
 
 
 def llama_cpp_ids(path: Path, text: str) -> list[int]:
-    """The ids of `text`, without BOS and EOS, by the vocabulary in the GGUF file `path`; raises UnsupportedError."""
+    """Return the ids of `text`, without BOS and EOS, by the vocabulary of a GGUF file; raise UnsupportedError."""
     what = f"{path}: llama.cpp cannot read its vocabulary"
-    with temporary_folder() as folder:
-        answer = folder / "ids.json"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", __name__, str(path.absolute()), str(answer)],
-                input=text.encode(), capture_output=True, timeout=LIMIT, check=False,
-                env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise UnsupportedError(f"{what} within {LIMIT:.0f} seconds") from None
-        if done.returncode != 0:
-            raise UnsupportedError(f"{what}: {_reason(done.returncode, done.stderr.decode(errors='replace'))}")
-        ids: list[int] = read_json(answer, UnsupportedError)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__, str(path.absolute())],
+            input=text.encode(), capture_output=True, timeout=LIMIT, check=False,
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise UnsupportedError(f"{what} within {LIMIT:.0f} seconds") from None
+    if done.returncode != 0:
+        raise UnsupportedError(f"{what}: {_reason(done.returncode, done.stderr.decode(errors='replace'))}")
+    ids: list[int] = parse_json(done.stdout.splitlines()[-1], what, UnsupportedError)
     return ids
 
 
 def _reason(code: int, said: str) -> str:
-    """How the process ended, and the first line of what it said that names an error."""
+    """Return how the process ended, and the first line of its output that names an error."""
     how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = next((line for line in lines if any(sign in line.lower() for sign in SIGNS)), "".join(lines[-1:]))
@@ -49,16 +43,15 @@ def _reason(code: int, said: str) -> str:
 
 
 def main() -> None:
-    """The process: the file and the place of the answer as arguments, the text on standard input."""
+    """Run as a process: the file as argument, the text on standard input, the ids on standard output."""
     import resource
 
     import llama_cpp
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    path, answer = sys.argv[1:]
-    model = llama_cpp.Llama(model_path=path, vocab_only=True, verbose=True)
+    model = llama_cpp.Llama(model_path=sys.argv[1], vocab_only=True, verbose=True)
     ids = model.tokenize(sys.stdin.buffer.read(), add_bos=False, special=False)
-    Path(answer).write_text(json.dumps(ids), encoding="utf-8")
+    sys.stdout.write(f"\n{json.dumps(ids)}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Which pre-tokenizer of llama.cpp behaves like a byte-level BPE tokenizer: found by what it does to one text, or for
-a vocabulary that nobody has listed by its own steps.
+"""Find llama.cpp's pre-tokenizer of a byte-level BPE tokenizer, by its ids for one text or by its own steps.
 
-The text and the table are facts published by llama.cpp (convert_hf_to_gguf_update.py and conversion/base.py,
-function `get_vocab_base_pre`, commit 00bd27a6; https://github.com/ggml-org/llama.cpp). The key is the first
-16 digits of the sha256 of the token ids, written as Python writes a list. WordPiece entries are left out.
+llama.cpp publishes text and table (convert_hf_to_gguf_update.py and conversion/base.py, `get_vocab_base_pre`, commit
+00bd27a6; https://github.com/ggml-org/llama.cpp). The key is the first 16 digits of the sha256 of the token ids, written
+as Python writes a list. WordPiece entries are left out.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ STEPS = {
 
 
 def steps_name(steps: Iterable[dict[str, Any]], ignores_merges: bool) -> str | None:
-    """The pre-tokenizer of llama.cpp that does these steps of a tokenizer.json, or None."""
+    """Return llama.cpp's pre-tokenizer that does these steps of a tokenizer.json, or None."""
     return STEPS.get((tuple(_step(step) for step in steps), ignores_merges))
 
 
@@ -83,5 +82,5 @@ def _step(step: dict[str, Any]) -> str:
 
 
 def fingerprint(ids: Sequence[int]) -> str:
-    """The key of token ids in `NAMES`."""
+    """Return the key of token ids in `NAMES`."""
     return hashlib.sha256(str(list(ids)).encode()).hexdigest()[:16]

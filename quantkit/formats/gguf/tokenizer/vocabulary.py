@@ -1,9 +1,7 @@
-"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), SentencePiece-like BPE (``llama``, ``gemma4``), unigram
-(``t5``).
+"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), other BPE (``llama``, ``gemma4``), unigram (``t5``).
 
-All come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever
-files it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by
-behaviour (`pretokenizers`), for the others llama.cpp's algorithm is run here on a probe text and compared.
+All come from the fast tokenizer that transformers loads. llama.cpp tokenizes with its own code: the pre-tokenizer of
+byte-level BPE is found by its behaviour (pretokenizers.py), the other algorithms run here on a probe text.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: WordPiece, unigram with byte fallback,
 tokenizers that put something else than BOS and EOS around a text.
@@ -21,6 +19,7 @@ from typing import Any
 from quantkit.checkpoints.side_files import GENERATION
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.tokenizer.algorithms import (
+    LACKING,
     SPACE,
     Unigram,
     gemma4_tokens,
@@ -62,9 +61,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types, `suppressed` the ids of tokens that are never
-    generated.
-    """
+    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types; `suppressed` ids are never generated."""
 
     algorithm: Algorithm
     tokens: list[str]
@@ -120,50 +117,43 @@ class Vocabulary:
 
 
 def read_vocabulary(source: Source, size: int) -> Vocabulary:
-    """Read the source's tokenizer for an embedding of `size` rows; raises UnsupportedError, SourceError."""
+    """Read the source's tokenizer for an embedding of `size` rows; raise UnsupportedError, SourceError."""
     tokenizer = source.tokenizer()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
-    with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError, "Mend tokenizer.json."):
+    with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError, "Fix tokenizer.json."):
         _refuse_ids(source, tokenizer, size)
         data = json.loads(backend.to_str())
         algorithm = _algorithm(source.architecture, tokenizer, data)
         tokens, types = _tokens(data, size, VISIBLE if algorithm.model == "gemma4" else ())
         _refuse_equal_tokens(tokens)
-        special_ids = {
-            name: number
-            for name in SPECIAL
-            if type(number := _special_id(tokenizer, source.config, name)) is int and 0 <= number < size
-        }
-        made = Vocabulary(
-            algorithm, tokens, types, special_ids, *_added_ends(tokenizer), _template(tokenizer),
-            _suppressed(source, size),
-        )  # fmt: skip
+        special_ids = {}
+        for name, key in ((name, f"{name}_token_id") for name in SPECIAL):
+            own = getattr(tokenizer, key, None)
+            number = source.config.get(key) if own is None else own
+            if type(number) is int and 0 <= number < size:
+                special_ids[name] = number
+        ends, suppressed = _added_ends(tokenizer), _suppressed(source, size)
+        made = Vocabulary(algorithm, tokens, types, special_ids, *ends, _template(tokenizer), suppressed)
         _ = made.nbytes  # every text as UTF-8
     return made
 
 
-def _special_id(tokenizer: Any, config: dict[str, Any], name: str) -> Any:
-    number = getattr(tokenizer, f"{name}_token_id", None)
-    return config.get(f"{name}_token_id") if number is None else number
-
-
 def _suppressed(source: Source, size: int) -> list[int]:
-    """The tokens that generation_config.json bans from answers, without what is no id, as llama.cpp reads them."""
+    """Return the valid ids that generation_config.json bans from answers."""
     path = source.side_files().get(GENERATION)
     given = read_object(path, SourceError, "Fetch it again, or remove it.").get("suppress_tokens") if path else None
     if given is None:
         return []
     if not isinstance(given, list) or any(type(number) is not int for number in given):
         raise UnsupportedError(
-            f"{source.model}: generation_config.json has suppress_tokens = {shown(given)}, no list of ids. Mend it."
+            f"{source.model}: generation_config.json has suppress_tokens = {shown(given)}, no list of ids. Fix it."
         )
     return [number for number in given if 0 <= number < size]
 
 
 def _template(tokenizer: Any) -> str | list[dict[str, str]] | None:
-    """The chat template as GGUFWriter takes it."""
     template = getattr(tokenizer, "chat_template", None)
     texts = template if isinstance(template, dict) else {"default": template or ""}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
@@ -179,10 +169,7 @@ def _template(tokenizer: Any) -> str | list[dict[str, str]] | None:
 
 
 def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
-    """Raise UnsupportedError for an id without a row, ValueError where two tokens have one id.
-
-    Asked before the tokenizer's JSON, which is made by a loop over all ids up to the largest.
-    """
+    """Raise UnsupportedError for an id without a row, ValueError for two tokens with one id."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     count = max(vocabulary.values(), default=0) + 1
     if count > size:
@@ -197,7 +184,7 @@ def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
 
 
 def _refuse_equal_tokens(tokens: list[str]) -> None:
-    """Raise ValueError where two ids have one text: llama.cpp ends its process at such a file."""
+    """Raise ValueError if two ids have one text: llama.cpp ends its process at such a file."""
     places: dict[str, int] = {}
     for number, text in enumerate(tokens):
         plain = text.partition("\0")[0]  # as llama.cpp reads it
@@ -206,7 +193,6 @@ def _refuse_equal_tokens(tokens: list[str]) -> None:
 
 
 def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
-    """What llama.cpp has for this tokenizer; raises ValueError."""
     model, decoder = data["model"], json.dumps(data.get("decoder"))
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     if model["type"] == "BPE" and model.get("byte_fallback"):
@@ -220,36 +206,34 @@ def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algor
         notes = _compare(tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
         return Algorithm("llama", scores=scores, space_prefix=prefix, notes=notes)
     if model["type"] == "BPE" and "ByteLevel" in decoder:
-        name = _pre_tokenizer(tokenizer, data)
-        unlike = bool(_steps(data.get("normalizer"))) and fingerprint(tokenizer.encode(PROBE)) not in NAMES
+        name, notes = _pre_tokenizer(tokenizer, data)
         # A space inside a part is written as the byte-level alphabet writes it.
         pairs = [m if isinstance(m, str) else " ".join(p.replace(" ", "\u0120") for p in m) for m in model["merges"]]
-        return Algorithm("gpt2", name, merges=pairs, notes=(NOT_NORMALIZED,) if unlike else ())
+        return Algorithm("gpt2", name, merges=pairs, notes=notes)
     if model["type"] == "Unigram":
         unigram = read_unigram(model, steps)
-        if isinstance(unigram, str):
-            raise ValueError(f"the step {unigram}, which llama.cpp lacks")
+        scores = {text: score for text, (_, score) in unigram.pieces.items()}
         notes = _compare(tokenizer, unigram.tokens)
-        return Algorithm("t5", scores=unigram.scores, space_prefix=unigram.prefix, unigram=unigram, notes=notes)
+        return Algorithm("t5", scores=scores, space_prefix=unigram.prefix, unigram=unigram, notes=notes)
     raise ValueError(f"the kind {model['type']}. Known: byte-level BPE, BPE with byte fallback, and unigram")
 
 
-def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> str:
-    key = fingerprint(tokenizer.encode(PROBE))
+def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return llama.cpp's name of it, and notes on how the two differ; raise ValueError."""
+    if (key := fingerprint(tokenizer.encode(PROBE))) in NAMES:
+        return NAMES[key], ()
     normalized = [step["type"] for step in _steps(data.get("normalizer"))]
     by_steps = steps_name(_steps(data.get("pre_tokenizer")), bool(data["model"].get("ignore_merges")))
-    if key in NAMES:
-        return NAMES[key]
     if by_steps is None or normalized not in ([], ["NFC"]):
         raise ValueError(
             f"llama.cpp is not known to have it (fingerprint {key}), and would split text wrongly. Compare it with "
             "that of another model of the family, or use another method"
         )
-    return by_steps
+    return by_steps, (NOT_NORMALIZED,) if normalized else ()
 
 
 def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[list[str], list[int]]:
-    """Texts and types of the tokens 0 .. size - 1; `visible` ones are shown, although they are special."""
+    """Return texts and types of the tokens 0 .. size - 1; `visible` ones are shown although they are special."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
     if data["model"]["type"] == "Unigram":
         unknown = vocabulary[data["model"]["unk_id"]][0]
@@ -278,7 +262,7 @@ def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[
 
 
 def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
-    """Whether the tokenizer puts BOS before and EOS after a text."""
+    """Return whether the tokenizer puts BOS before and EOS after a text."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a")
     bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
@@ -291,7 +275,7 @@ def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, with sequences opened."""
+    """Return the steps of a normalizer or pre-tokenizer, with sequences opened."""
     if not part:
         return []
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -299,7 +283,7 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _space_prefix(steps: list[dict[str, Any]]) -> bool:
-    """Whether a space is put before a text; raises ValueError for steps that llama.cpp lacks."""
+    """Return whether a space is put before a text; raise ValueError for steps that llama.cpp lacks."""
     prefix = False
     for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
@@ -309,12 +293,12 @@ def _space_prefix(steps: list[dict[str, Any]]) -> bool:
         elif step["type"] == "Split" and step.get("pattern") == {"String": " "}:
             continue  # the spaces are replaced before
         elif step["type"] != "Replace" or step.get("content") != SPACE:
-            raise ValueError(f"the step {step['type']}, which llama.cpp lacks")
+            raise ValueError(LACKING.format(step["type"]))
     return prefix
 
 
 def _compare(tokenizer: Any, follow: Callable[[str], list[int]]) -> tuple[str, ...]:
-    """Run llama.cpp's algorithm on the probe; raises ValueError where the tokenizer differs, or notes it."""
+    """Run llama.cpp's algorithm on the probe; raise ValueError, or note it, if the tokenizer differs."""
     ours, theirs = follow(PROBE), tokenizer.encode(PROBE, add_special_tokens=False)
     if ours != theirs:
         at = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)

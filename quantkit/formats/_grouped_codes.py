@@ -1,8 +1,7 @@
-"""Layouts of grouped integer codes (GPTQ's, AWQ's, compressed-tensors'): what they hold, and their one reader.
+"""Grouped integer codes (GPTQ, AWQ, compressed-tensors): a layout is a `GroupedPacking`, one reader serves all.
 
-What such a layout is made of is a `GroupedPacking`. Its output head may be codes, too: it is rounded to the nearest
-code, its scales searched for the least squared error, some rows at a time. Embeddings stay in 16 bits: transformers
-5.23 loads none that are packed, and vLLM 0.32 none that are not.
+The output head may be codes, too: rounded to the nearest, with searched scales. Embeddings stay in 16 bits:
+transformers 5.23 loads no packed ones, and vLLM 0.32 only packed ones.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Kind, Layout, Loading
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError, ValuesError
-from quantkit.formats._layers import (
+from quantkit.formats._packed_layers import (
     AGAIN,
     SCALE_TYPES,
     LayerReader,
@@ -42,7 +41,6 @@ from quantkit.formats._quantization_config import (
     source_quantization,
     untouched,
 )
-from quantkit.formats._vllm import GROUP_SIZES, tensor_parallel_notes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of, weight_name
 from quantkit.models.source import Source
 from quantkit.numerics.grid import fit_grid, round_to_grid
@@ -50,6 +48,11 @@ from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.untrusted import shown, whole_number
 
 MOST_COLUMNS = 1 << 24  # of a group
+UNIT = 32  # rows and columns of what each processor of vLLM holds
+PARALLEL_SIZES = (2, 4, 8)
+GROUP_SIZES = (128, 64, 32)
+# Layers whose columns engines share out among processors (tensor parallel); of all others they share out the rows.
+SPLIT_COLUMNS = ("o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
 LARGEST_SCALE = torch.finfo(torch.float16).max  # where numerics/grid.py cuts scales off
 OTHERS = ""  # stands for all layers without a name of their own
 IN_REFERENCE = Loading(weights="packed", packed_bits=("2", "3", "4"))  # codes that torch's int4 kernel takes
@@ -62,22 +65,17 @@ ROW_UNIT = 32  # of a piece: zero points of so many rows fill whole words
 
 
 class GroupedPacking(Packing[GroupedWeight]):
-    """One layout. Here are the parts of GPTQ and AWQ, where codes and scales are (K, N); compressed-tensors has (N, K).
-
-    `order` is the part that tells which group each column belongs to. `orders_columns`: it is written; `least_zero`:
-    the smallest zero point that can be stored; `records_symmetry`: config.json says whether all zero points are in the
-    middle.
-    """
+    """A layout of grouped codes. These parts are GPTQ's and AWQ's."""
 
     holds = GroupedWeight
     name: str
     codes, scales = "qweight", "scales"
     marks = ("qweight",)
-    transposed = True
-    order: str | None = None
-    orders_columns = False
-    least_zero = 0
-    records_symmetry = True
+    transposed = True  # codes and scales are (K, N)
+    order: str | None = None  # the part with the group of each column
+    orders_columns = False  # it is written
+    least_zero = 0  # that can be stored
+    records_symmetry = True  # config.json says whether codes are symmetric
     # What config.json says of the folder that is read.
     _own: bool
     _bits: int
@@ -88,23 +86,23 @@ class GroupedPacking(Packing[GroupedWeight]):
 
     @abstractmethod
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The parts of a layer with weight (N, K) and G scales a row, each with its dtype and shape."""
+        """Return dtype and shape of each part of a layer with weight (N, K) and G scales a row."""
 
     @abstractmethod
     def pack_codes(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
-        """The parts of a layer but for its scales."""
+        """Return all parts of a layer but its scales."""
 
     @abstractmethod
     def unpack_codes(self, parts: Parts, bits: int) -> torch.Tensor:
-        """The codes (N, K) uint8 of a layer."""
+        """Return the codes (N, K) uint8 of a layer."""
 
     @abstractmethod
     def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
-        """The zero points (N, G) uint8 of a layer; none of its codes need be there."""
+        """Return the zero points (N, G) uint8 of a layer, without reading its codes."""
 
     @abstractmethod
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """config.json's `quantization_config`; it names what is `untouched` where readers would not find that out."""
+        """Return config.json's `quantization_config`."""
 
     def pack(self, weight: GroupedWeight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
         if bool((weight.scales.abs() >= LARGEST_SCALE).any()):
@@ -125,13 +123,13 @@ class GroupedPacking(Packing[GroupedWeight]):
         return GroupedWeight(codes, scales, zeros, self.groups(parts, codes.shape[1], scales.shape[1]), bits)
 
     def groups(self, parts: Parts, columns: int, count: int) -> torch.Tensor:
-        """(K,) int64 the group of each column: as the part `order` says, else `count` groups side by side."""
+        """Return the group of each column, (K,) int64: the part `order`, or `count` groups side by side."""
         if self.order is not None and self.order in parts:
             return parts[self.order].to(torch.int64)
         return contiguous_groups(columns, columns // count)
 
     def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The parts of a layer of those of its rows, some at a time."""
+        """Join the parts of consecutive rows of a layer."""
         rows = 1 if self.transposed else 0
         return {
             part: first if part == self.order else torch.cat([piece[part] for piece in pieces], rows)
@@ -139,46 +137,37 @@ class GroupedPacking(Packing[GroupedWeight]):
         }
 
     def size(self, layer: StoredLayer, bits: int) -> tuple[int, int, int]:
-        """N, K and G of a layer; raises ArtifactError where its parts do not tell."""
+        """Return N, K and G of a layer."""
         codes, (groups, rows) = layer.matrix(self.codes), layer.matrix(self.scales)
         return rows, codes[0] * 32 // bits, groups
 
     def refusal(self, _name: str, _rows: int, _columns: int, _bits: int) -> str | None:
-        """The reason why words cannot hold a layer, or None."""
+        """Return why the words cannot hold a layer, or None."""
         return None
 
     def head_bits(self, _layout: Layout) -> tuple[int, ...]:
-        """Bits that an output head may have beside the layers of a layout; none where readers find no codes there."""
+        """Return the bits that an output head may have; none if readers find no codes there."""
         return ()
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
+        """Return `bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, if it has them."""
         return quantization
 
     def layer_bits(self, _quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """The bits of layers by name in a `quantization_config` that we wrote; `OTHERS` are all that it names not.
-
-        Empty where it says one number for all. Raises ArtifactError for another one than we write.
-        """
+        """Return the bits by layer name that we wrote (`OTHERS`: the other layers); empty if all are equal."""
         return {}
 
-    def stored_bits(self, _layer: StoredLayer, bits: int) -> int:
-        """The bits of a layer of another tool's, where config.json says `bits`."""
-        return bits
-
     def variant(self, _quantization: Mapping[str, Any]) -> GroupedPacking:
-        """The layout of another tool's `quantization_config`; raises ArtifactError for one that is not known."""
+        """Return the layout of another tool's `quantization_config`; raise ArtifactError for an unknown one."""
         return self
 
     def notes(self, _layout: Layout) -> tuple[str, ...]:
-        """Remarks for the user."""
         return ()
 
     def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
-        """This layout as the `quantization_config` of a folder says it, by default config.json's.
+        """Return this layout with a folder's settings; raise ArtifactError for invalid ones.
 
-        `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is
-        plain. Raises ArtifactError for settings that mean nothing.
+        `own`: quantkit wrote it. Other tools store scales in other floats, and leave a plain order of columns out.
         """
         where = "config.json: quantization_config"
         if quantization is None:
@@ -208,15 +197,14 @@ class GroupedPacking(Packing[GroupedWeight]):
 
     @property
     def key(self) -> tuple[int, int, bool, bool]:
-        """Bits and group size as config.json says them, and whether codes are symmetric and columns in an order."""
+        """Return all that the values depend on besides the tensors."""
         return self._bits, self._groups[0], self._symmetric is True, self._ordered is True
 
     def bits_of(self, layer: StoredLayer) -> int:
-        """As config.json says; of other tools' files as the tensors do, where the layout tells."""
-        if not self._own:
-            return self.stored_bits(layer, self._bits)
+        if not self._layer_bits:
+            return self._bits
         name = layer.stem[:-1]
-        bits = self._layer_bits.get(name, self._layer_bits.get(OTHERS)) if self._layer_bits else self._bits
+        bits = self._layer_bits.get(name, self._layer_bits.get(OTHERS))
         if bits is None:
             raise ArtifactError(f"{layer.folder / 'config.json'} names no bits of the layer {name}. {AGAIN}")
         return bits
@@ -230,7 +218,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         return f"{self.name}, {bits} bits, {'whole rows' if groups == '-1' else f'groups of {groups}'}"
 
     def _kinds(self, layers: Iterable[StoredLayer]) -> set[tuple[int, int]]:
-        """Bits and columns of a group: of the sizes that a layer may have, the one that its parts fit."""
+        """Return (bits, columns of a group) of the layers: the group size of config.json that fits each one."""
         found = set()
         for layer in layers:
             bits, fitting = self.bits_of(layer), list(self._groups)
@@ -241,11 +229,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         return found or {(self._bits, self._groups[0])}
 
     def layout(self, layers: Sequence[StoredLayer]) -> Layout:
-        """Symmetry, order of columns and least zero point as the tensors have them.
-
-        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers, and UnsupportedError where
-        layers differ in their bits or in the columns of a group.
-        """
+        """Take symmetry, order of columns and least zero point from the tensors, which are checked."""
         if len(kinds := self._kinds(layers)) > 1:
             raise several_kinds(layers[0].folder, self.called(layers))
         ((bits, group),) = kinds
@@ -290,17 +274,16 @@ class GroupedPacking(Packing[GroupedWeight]):
             raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
 
     def value(self, layer: StoredLayer, weight: GroupedWeight) -> GroupedWeight:
-        """Hold scales, zero points and the order of columns against what engines may take for granted."""
+        """Refuse scales, zero points and orders of columns that engines do not expect."""
         wrong, groups = None, weight.scales.shape[1]
+        plain = contiguous_groups(weight.shape[1], weight.shape[1] // groups)
         if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
             wrong = "has scales that are 0 or not finite"
         elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
             wrong = f"has columns of other groups than its {groups}"
         elif self._symmetric is True and not bool((weight.zeros == 1 << (weight.bits - 1)).all()):
             wrong = "is not symmetric, and config.json says it is"
-        elif self._ordered is False and not weight.g_idx.equal(
-            contiguous_groups(weight.shape[1], weight.shape[1] // groups)
-        ):
+        elif self._ordered is False and not weight.g_idx.equal(plain):
             wrong = "has groups of columns that do not lie side by side, and config.json says they do"
         if wrong is not None:
             raise ArtifactError(f"{layer.folder}: the layer {layer.name} {wrong}. {AGAIN}")
@@ -310,35 +293,35 @@ class GroupedPacking(Packing[GroupedWeight]):
 def open_grouped(
     packing: GroupedPacking, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True
 ) -> LayerReader:
-    """The tensors of a folder with this layout; `own`: quantkit wrote it."""
+    """Open the tensors of a folder with this layout; `own`: quantkit wrote it."""
     return LayerReader(folder, files, [packing.of_folder(folder, own)])
 
 
 def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
-    """What a layout holds, as engines tell it apart."""
+    """List what a layout holds, as engines tell it apart."""
     found = []
     for bits in packing.bits:
         for symmetric in (True, False) if packing.records_symmetry else (False,):
             for ordered in (False, True) if packing.orders_columns else (False,):
                 words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
                 layout = Layout(bits, 128, symmetric, ordered)
-                only = {"vllm": "cards"} if bits == 8 else {}  # its CPU build has no kernel
+                only = {"vllm": "GPUs"} if bits == 8 else {}  # its CPU build has no kernel
                 found.append(Kind(str(bits), words, packing.quantization(layout, Untouched()), only))
     return tuple(found)
 
 
 def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
-    """What a layout holds that says the bits of each layer: mixes of those that engines multiply with, and others."""
+    """List the mixes of bits by layer: one that engines can multiply with, and others."""
     found = []
     for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
         layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
-        only = {"vllm": "cards"}  # its CPU build has a kernel for 4 bits alone
+        only = {"vllm": "GPUs"}  # its CPU build has a kernel for 4 bits alone
         found.append(Kind("auto", f"symmetric, {words}", packing.quantization(layout, Untouched()), only))
     return tuple(found)
 
 
 def usage(packages: str, vllm: str = "vLLM") -> str:
-    """How vLLM loads a folder, and transformers with some packages, for the model card."""
+    """Say for the model card how vLLM and transformers load a folder."""
     return (
         f"\n{vllm}:\n\n```bash\nvllm serve FOLDER\n```\n\n"
         f"transformers, with `pip install {packages}`:\n\n{{transformers}}\n"
@@ -346,10 +329,7 @@ def usage(packages: str, vllm: str = "vLLM") -> str:
 
 
 def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
-    """Return the group size in columns (or -1 for the whole row) that fits every layer.
-
-    ``auto`` is the largest of 128, 64 and 32 that divides all. Raises UnsupportedError for one that does not.
-    """
+    """Return the group size (-1: the whole row) that fits every layer; ``auto`` is the largest of GROUP_SIZES."""
     columns = sorted({shape[1] for shape in linears.values()})
     dividing = [size for size in GROUP_SIZES if all(k % size == 0 for k in columns)]
     if group_size == "auto":
@@ -389,15 +369,41 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     codes = sum(n * k * layout.bits_of(name) for name, (n, k) in linears.items())
     nbytes = int((codes + quantized * 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
-    notes = [*packing.notes(layout), *tensor_parallel_notes(linears, group_size)]
+    notes = [*packing.notes(layout), *_vllm_notes(linears, group_size)]
     plan = replace(layout, group_size=group_size, least_zero=packing.least_zero)
     if layout.head_bits is not None:
         notes += _head_notes(source, skeleton, packing, plan)
     return Checked(plan, nbytes, {"group_size": group_size}, tuple(notes))
 
 
+def _vllm_notes(linears: Mapping[str, tuple[int, int]], group_size: int | str) -> tuple[str, ...]:
+    """Note what vLLM would refuse of a valid artifact: odd shapes, or some tensor parallel sizes."""
+    for name, (n, k) in linears.items():
+        if n % UNIT or k % UNIT:
+            return (f"vLLM would refuse this artifact: {name} is {n} x {k}, and it needs multiples of {UNIT}",)
+    refused = {size: reason for size in PARALLEL_SIZES if (reason := _cannot_split(linears, group_size, size))}
+    if not refused:
+        return ()
+    sizes = " or ".join(map(str, refused))
+    return (f"vLLM would refuse this artifact with tensor parallel size {sizes}: {next(iter(refused.values()))}",)
+
+
+def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str, size: int) -> str | None:
+    """Return why `size` processors cannot share the layers. Key and value heads are copied if they are too few."""
+    group = group_size if isinstance(group_size, int) and group_size > 0 else UNIT
+    by_columns = {name: k for name, (_, k) in linears.items() if name.split(".")[-2] in SPLIT_COLUMNS}
+    for name, (n, k) in linears.items():
+        if name in by_columns and k % (size * group):
+            smaller = (g for g in GROUP_SIZES if g < group and all(k % (size * g) == 0 for k in by_columns.values()))
+            hint = f"; group_size {fits} would" if (fits := next(smaller, None)) else ""
+            return f"the {k} columns of {name} do not split into {size} parts of whole groups of {group}{hint}"
+        if name not in by_columns and name.split(".")[-2] not in ("k_proj", "v_proj") and n % (size * UNIT):
+            return f"the {n} rows of {name} do not split into {size} parts of a multiple of {UNIT}"
+    return None
+
+
 def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout) -> None:
-    """Raise RecipeError, UnsupportedError for a head that the format `holder`, which has `known` bits, cannot hold."""
+    """Raise RecipeError or UnsupportedError for a head that the format `holder` cannot hold; `known` are its bits."""
     if layout.head_bits is None:
         return
     if layout.head_bits not in known:
@@ -421,10 +427,7 @@ def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: S
 
 
 def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, layout: Layout) -> list[str]:
-    """What the head has in bits, how much it is, and who cannot load it.
-
-    Raises UnsupportedError for sides that words cannot hold.
-    """
+    """Note the head's bits, its share of the weights, and who cannot load it; raise UnsupportedError."""
     rows, columns = skeleton.model.get_output_embeddings().weight.shape
     bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
     if reason := packing.refusal(f"{HEAD}.weight", rows, columns, bits):
@@ -452,12 +455,11 @@ def write(
 
 
 def _named(layout: Layout, source: Source) -> Layout:
-    """The layout with the bits of each layer by all names that readers may know it by, without `weight`."""
-    bits: dict[str, int] = {}
-    for weight, own in layout.layer_bits.items():
-        module = weight.removesuffix(".weight")
-        bits |= dict.fromkeys((module,) if source.text_prefixes is None else source.text_prefixes.modules(module), own)
-    return replace(layout, layer_bits=bits)
+    """Return the layout with each layer's bits under all names that readers use for it, without ``weight``."""
+    modules = {weight.removesuffix(".weight"): bits for weight, bits in layout.layer_bits.items()}
+    if (prefixes := source.text_prefixes) is not None:
+        modules = {name: bits for module, bits in modules.items() for name in prefixes.modules(module)}
+    return replace(layout, layer_bits=modules)
 
 
 def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skeleton: Skeleton, layout: Layout) -> None:
@@ -480,17 +482,14 @@ def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skele
 
 
 def recorded_options(packing: GroupedPacking, artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """The recipe's options as config.json records them: bits, groups, symmetry."""
+    """Return the recipe's options that config.json records: bits, groups, symmetry."""
     quantization, manifest = quantization_of(artifact.folder), artifact.manifest
     stored, bits = packing.settings(quantization), packing.layer_bits(quantization)
     refuse_other_dtypes(artifact.folder, [name for name in manifest.tensor_types if not name.startswith("int")])
     ending, base = f".{packing.codes}", bits.get(OTHERS, stored.get("bits"))
-    names = (
-        name.removesuffix(ending)
-        for name in StoredTensors(artifact.folder, manifest.weight_files).names()
-        if name.endswith(ending)
-    )
-    every = {layer: bits.get(layer, base) for layer in names if layer != HEAD}
+    names = StoredTensors(artifact.folder, manifest.weight_files).names()
+    layers = (name.removesuffix(ending) for name in names if name.endswith(ending))
+    every = {layer: bits.get(layer, base) for layer in layers if layer != HEAD}
     # A recipe may have asked for the bits of any of them, or for a choice.
     said: dict[str, tuple[object, ...]] = {"bits": (*sorted(set(map(str, every.values())) or {str(base)}), "auto")}
     named = manifest.options.get("layer_bits")

@@ -1,7 +1,7 @@
-"""The groups of layers in compressed-tensors' `quantization_config`, and the layers that its readers do not find.
+"""The groups of layers in compressed-tensors' `quantization_config`.
 
-config.json says by names, expressions or classes which group a layer belongs to. No expression of a stranger's is run:
-the types and shapes of a layer's tensors say it, too (`__init__.py`).
+A group names its layers by names, expressions or classes. No foreign expression is run: a layer's tensors show its
+group, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._grouped import HEAD
+from quantkit.formats._grouped_codes import HEAD
 from quantkit.formats._quantization_config import Untouched
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
@@ -23,14 +23,14 @@ Group = Mapping[str, Any]
 
 
 def groups_of(stored: Mapping[str, Any]) -> list[Group]:
-    """The groups of layers; none where one of them is no mapping."""
+    """Return the groups of layers; none if one of them is no mapping."""
     groups = stored.get("config_groups")
     found = list(groups.values()) if isinstance(groups, dict) else []
     return found if all(isinstance(group, dict) for group in found) else []
 
 
 def one_by_one(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A `quantization_config` of one group for each of its groups; itself where it has none."""
+    """Split a `quantization_config` into one for each of its groups."""
     groups = stored.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return [stored]
@@ -50,10 +50,7 @@ def one_by_one(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def quantization(form: str, groups: list[dict[str, Any]], untouched: Untouched, head: bool = False) -> dict[str, Any]:
-    """config.json's `quantization_config` for these groups, all but what is `untouched`; `head`: one is of the head.
-
-    Of some models the head has another name in the checkpoint.
-    """
+    """Return a `quantization_config` of these groups; `head`: one of them is the output head's."""
     ignored = {*untouched.linears, *(f"re:{pattern}" for pattern in untouched.patterns), HEAD}
     return {
         "quant_method": METHOD,
@@ -65,7 +62,7 @@ def quantization(form: str, groups: list[dict[str, Any]], untouched: Untouched, 
 
 
 def refuse_unfound_layers(source: Source, skeleton: Skeleton, instead: str = "") -> None:
-    """Raise UnsupportedError for layers that readers do not find: they replace linear ones, and leave GPT-2's alone."""
+    """Raise UnsupportedError for layers that are no plain `Linear`, which readers do not replace."""
     for name, origin in skeleton.origins.items():
         if origin.transposed:
             raise UnsupportedError(

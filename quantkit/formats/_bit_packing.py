@@ -1,10 +1,9 @@
-"""Bit packing of grouped codes in checkpoints: integer codes <-> int32 words.
+"""Bit packing of grouped codes: integer codes <-> int32 words.
 
-GPTQ: bits 2, 4 and 8 put 32/bits codes in a word, low bits first; 3 bits put 32 codes in three words, the codes as
-one little-endian bit string. `qweight` packs along the input dimension, `qzeros` along the output dimension.
+GPTQ: 2, 4 and 8 bits put 32/bits codes in a word, low bits first; 3 bits put 32 codes in three words, as one
+little-endian bit string. `qweight` packs along the input dimension, `qzeros` along the output dimension.
 AWQ (GEMM): 4 bits along the output dimension, in the order 0, 2, 4, 6, 1, 3, 5, 7 within a word.
 compressed-tensors: every row of codes is one little-endian bit string.
-Readers: vLLM, exllama, transformers with gptqmodel.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ def codes_per_unit(bits: int) -> int:
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """(K, N) integer codes in 0..2**bits-1 -> (K * bits / 32, N) int32 words, packed along K.
-
-    Raises UnsupportedError where K does not fill whole words.
-    """
+    """Pack codes (K, N) along K into (K * bits / 32, N) int32 words; raise UnsupportedError for a rest of a word."""
     rows, columns = codes.shape
     unit = codes_per_unit(bits)
     if rows % unit:

@@ -1,6 +1,6 @@
-"""Checkpoints in safetensors whose quantized layers are several tensors each: codes, scales and what goes with them.
+"""Safetensors checkpoints whose quantized layers are several tensors each: one reader and writer for all layouts.
 
-The layouts of GPTQ, AWQ, compressed-tensors and bitsandbytes are a `Packing` each; one reader and one writer serve all.
+The layouts of GPTQ, AWQ, compressed-tensors and bitsandbytes are a `Packing` each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Weight = TypeVar("Weight", GroupedWeight, ScaledWeight, NormalFloatWeight)
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The parts of one quantized layer, tensors of `folder` whose names begin with `stem`; `parts` are there."""
+    """One quantized layer of `folder`: its `parts` are tensors named STEM + part."""
 
     folder: Path
     stored: StoredTensors
@@ -50,7 +50,6 @@ class StoredLayer:
 
     @property
     def name(self) -> str:
-        """The source's name of its weight."""
         return f"{self.stem}weight"
 
     def dtype(self, part: str) -> str:
@@ -67,26 +66,21 @@ class StoredLayer:
         return shape[0], shape[1]
 
     def read(self, parts: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those of some parts that are there."""
+        """The given parts, without those that the layer lacks."""
         return {part: self.stored.read(self.stem + part) for part in parts if part in self.parts}
 
 
 class Packing(ABC, Generic[Weight]):
-    """How a weight of the type `holds` becomes the tensors NAME.PART of a layer, and how it is read back.
-
-    `parts` are all that a layer can have, `codes` the one with its codes. A layer is quantized where all of `marks` are
-    there; `loose` parts may be there without one. What is not quantized has the type `dtype`. `bits` are those that
-    codes can have; `keeps_stacks`: experts that the source keeps stacked stay so. Codes are stored as `code_type`.
-    """
+    """How a weight of the type `holds` becomes the tensors NAME.PART of a layer, and how it is read back."""
 
     holds: type[Weight]
-    codes: str
-    marks: tuple[str, ...]
-    parts: tuple[str, ...]
+    codes: str  # the part with the codes
+    marks: tuple[str, ...]  # the parts of every quantized layer
+    parts: tuple[str, ...]  # all that a layer can have
     bits: tuple[int, ...]
-    loose: tuple[str, ...] = ()
-    keeps_stacks: bool = False
-    dtype: torch.dtype = torch.float16
+    loose: tuple[str, ...] = ()  # parts that may exist without a layer
+    keeps_stacks: bool = False  # experts that the source keeps stacked stay so
+    dtype: torch.dtype = torch.float16  # of all other tensors
     code_type = "int32"
 
     @abstractmethod
@@ -95,7 +89,7 @@ class Packing(ABC, Generic[Weight]):
 
     @abstractmethod
     def unpack(self, parts: Parts, bits: int) -> Weight:
-        """The layer of its parts; the inverse of `pack`."""
+        """The inverse of `pack`."""
 
     @abstractmethod
     def shape(self, layer: StoredLayer) -> tuple[int, int]:
@@ -103,45 +97,43 @@ class Packing(ABC, Generic[Weight]):
 
     @abstractmethod
     def called(self, layers: Iterable[StoredLayer]) -> str:
-        """What these layers are called, in a few words."""
+        """Name the format of these layers in a few words."""
 
     @abstractmethod
     def value(self, layer: StoredLayer, weight: Weight) -> Stored:
-        """What is given of a layer; raises ArtifactError for values that engines cannot take."""
+        """Return what readers get of a layer; raise ArtifactError for values that engines cannot take."""
 
     def refuse_parts(self, layer: StoredLayer) -> None:
-        """Raise ArtifactError where types and shapes of a layer's parts do not fit each other and config.json."""
+        """Raise ArtifactError if types or shapes of a layer's parts do not fit each other or config.json."""
 
     def layout(self, _layers: Sequence[StoredLayer]) -> Layout | None:
-        """What would hold the codes of these layers; None where another format cannot hold them."""
+        """Return the layout that holds the codes of these layers; None if no other format can hold them."""
         return None
 
     def bits_of(self, _layer: StoredLayer) -> int:
-        """The bits of a layer's codes."""
         return self.bits[0]
 
     def depends_on(self, layer: StoredLayer) -> object:
-        """What the values of a layer depend on beside its parts."""
+        """Return what the values of a layer depend on besides its parts."""
         return self.bits_of(layer)
 
     def pack_scales(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The part that has the scales (N, G)."""
+        """Return the part that has the scales (N, G)."""
         raise TypeError(f"the scales of a {self.holds.__name__} cannot be replaced")
 
     def type_name(self, bits: int) -> str:
-        """How the manifest counts a layer with codes of so many bits."""
         return f"int{bits}"
 
 
 def _stems(packing: Packing[Any], stored: Collection[str]) -> set[str]:
-    """What the names of the parts of each quantized layer begin with."""
+    """Return the layers' names, each with a dot behind it."""
     first, *others = packing.marks
     stems = (name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
     return {stem for stem in stems if all(stem + mark in stored for mark in others)}
 
 
 def source_names(packing: Packing[Any], stored: Collection[str]) -> list[str]:
-    """The names of what is stored as the source has them: of a layer that of its weight."""
+    """Return the source's names of the stored tensors: a layer has the name of its weight."""
     stems = _stems(packing, stored)
     parts = {stem + part for stem in stems for part in packing.parts}
     return sorted({*(stem + "weight" for stem in stems), *(name for name in stored if name not in parts)})
@@ -152,6 +144,7 @@ class FolderReader(ABC):
 
     def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
         self.folder, self.stored = folder, StoredTensors(folder, files)
+        self.known = frozenset(self.stored.names())
 
     @abstractmethod
     def names(self) -> list[str]: ...
@@ -160,7 +153,6 @@ class FolderReader(ABC):
     def quantization(self) -> str: ...
 
     def type_of(self, name: str) -> str:
-        """How the manifest counts one of them."""
         return self.stored.dtype(name)
 
     def types(self) -> Mapping[str, int]:
@@ -171,40 +163,39 @@ class FolderReader(ABC):
 
 
 class LayerReader(FolderReader):
-    """Layers under their weight's name, the rest as stored.
+    """Layers under their weight's name, the rest as stored; raises ArtifactError.
 
-    Of several `packings`, which a folder has for several groups of layers, that one reads a layer whose types and
-    shapes its parts fit. Raises ArtifactError where none does, or where two do that give other values.
+    Of several `packings` (groups of layers) the one reads a layer that fits types and shapes of its parts.
     """
 
     def __init__(self, folder: Path, files: tuple[str, ...], packings: Sequence[Packing[Any]]) -> None:
         super().__init__(folder, files)
-        self._packings, names = packings, set(self.stored.names())
+        self._packings = packings
         claims: dict[str, list[Packing[Any]]] = {}
         for packing in packings:
-            for stem in _stems(packing, names):
+            for stem in _stems(packing, self.known):
                 if len(packings) == 1 or self.stored.dtype(stem + packing.codes) == packing.code_type:
                     claims.setdefault(stem, []).append(packing)
-        self._layers: dict[str, tuple[StoredLayer, Packing[Any]]] = {}
-        parts: set[str] = set()
-        for stem, owners in sorted(claims.items()):
-            packing = self._owner(stem, owners, names)
-            there = tuple(part for part in packing.parts if stem + part in names)
-            self._layers[f"{stem}weight"] = StoredLayer(folder, self.stored, stem, there), packing
-            parts |= {stem + part for part in packing.parts}
-        self._rest = names - parts
+        owners = ((stem, self._owner(stem, claimants)) for stem, claimants in sorted(claims.items()))
+        self._layers = {f"{stem}weight": (self._layer(stem, packing), packing) for stem, packing in owners}
+        parts = {layer.stem + part for layer, packing in self._layers.values() for part in packing.parts}
+        self._rest = self.known - parts
         for name in sorted(self._rest):
             for packing in packings:
-                self._refuse_part(name, packing)
+                self._refuse_lone_part(name, packing)
 
-    def _owner(self, stem: str, owners: list[Packing[Any]], names: Collection[str]) -> Packing[Any]:
+    def _layer(self, stem: str, packing: Packing[Any]) -> StoredLayer:
+        parts = tuple(part for part in packing.parts if stem + part in self.known)
+        return StoredLayer(self.folder, self.stored, stem, parts)
+
+    def _owner(self, stem: str, claimants: list[Packing[Any]]) -> Packing[Any]:
         if len(self._packings) == 1:
-            return owners[0]
-        if len({packing.codes for packing in owners}) > 1:
+            return claimants[0]
+        if len({packing.codes for packing in claimants}) > 1:
             raise ArtifactError(f"{self.folder} has the layer {stem[:-1]} twice, in two kinds of codes. {AGAIN}")
         fitting: dict[Packing[Any], object] = {}
-        for packing in owners:
-            layer = StoredLayer(self.folder, self.stored, stem, tuple(p for p in packing.parts if stem + p in names))
+        for packing in claimants:
+            layer = self._layer(stem, packing)
             with suppress(ArtifactError):
                 packing.refuse_parts(layer)
                 fitting[packing] = packing.depends_on(layer)
@@ -216,8 +207,7 @@ class LayerReader(FolderReader):
             )
         return next(iter(fitting))
 
-    def _refuse_part(self, name: str, packing: Packing[Any]) -> None:
-        """Raise ArtifactError for a tensor that would be a part of a layer that is not there."""
+    def _refuse_lone_part(self, name: str, packing: Packing[Any]) -> None:
         for part in packing.parts:
             if not name.endswith(f".{part}") or part in packing.loose:
                 continue
@@ -262,26 +252,23 @@ class LayerReader(FolderReader):
 
 
 def several_kinds(folder: Path, quantization: str) -> UnsupportedError:
-    """The error for a folder whose layers no single layout holds."""
+    """Return the error for a folder whose layers no single layout holds."""
     return UnsupportedError(f"{folder} has layers of several kinds ({quantization}), and keep writes one kind only")
 
 
 class RowsReader(FolderReader):
-    """The tensors of a folder that is a source only; quantized ones are dequantized row by row.
+    """A source only, dequantized row by row."""
 
-    `shapes` are those of the values of quantized tensors by name; `beside` are tensors that only they need.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    beside: set[str]
+    shapes: dict[str, tuple[int, ...]]  # of the values of quantized tensors
+    scale_names: set[str]  # tensors with scales
     called: str
 
     @abstractmethod
     def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
-        """What gives rows of a quantized tensor; raises ArtifactError where its scales are not finite."""
+        """Return a reader of rows of a quantized tensor; raise ArtifactError if its scales are not finite."""
 
     def names(self) -> list[str]:
-        return sorted({*self.stored.names(), *self.shapes} - self.beside)
+        return sorted({*self.known, *self.shapes} - self.scale_names)
 
     def read(self, name: str) -> torch.Tensor | Rows:
         shape = self.quantized_shape(name)
@@ -295,7 +282,7 @@ class RowsReader(FolderReader):
 
 
 class LayerWriter(TensorWriter, Generic[Weight]):
-    """Takes layers and dense tensors of the blocks; at the end everything else comes from the source."""
+    """Takes layers and dense tensors of the blocks; the rest comes from the source at the end."""
 
     def __init__(self, checkpoint: Spool, source: Source, run: Run, packing: Packing[Weight], layout: Layout) -> None:
         super().__init__(checkpoint, source, run)
@@ -319,11 +306,11 @@ class LayerWriter(TensorWriter, Generic[Weight]):
         stems = _stems(self.packing, stored)
         found: dict[str, Any] = {}
         for name in source_names(self.packing, stored):
-            if (stem := name.removesuffix("weight")) in stems:
-                parts = {part: self.checkpoint.get(stem + part) for part in self.packing.parts if stem + part in stored}
-                found[name] = self.packing.unpack(parts, self.layout.bits_of(name))
-            else:
+            if (stem := name.removesuffix("weight")) not in stems:
                 found[name] = self.checkpoint.get(name)
+                continue
+            parts = {part: self.checkpoint.get(stem + part) for part in self.packing.parts if stem + part in stored}
+            found[name] = self.packing.unpack(parts, self.layout.bits_of(name))
         return found
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
@@ -349,19 +336,18 @@ def _add_others(writer: LayerWriter[Any], skeleton: Skeleton) -> None:
     for parameter in skeleton.parameter_names():
         stack = stack_of(source, skeleton, parameter) if packing.keeps_stacks and parameter not in done else None
         name = stack or parameter
-        if name not in done:
-            done.add(name)
-            rows = (
-                source.in_rows(source_name(source, skeleton, parameter)) if stack else rows_of(source, skeleton, name)
-            )
-            what = f"{name} of {source.model}"
-            pieces = (cast_finite(torch.from_numpy(piece), packing.dtype, what) for _, piece in rows.pieces(PIECE))
-            writer.checkpoint.add_pieces(name, packing.dtype, rows.shape, pieces)
-            writer.run.findings.count(_words(packing.dtype))
+        if name in done:
+            continue
+        done.add(name)
+        rows = source.in_rows(source_name(source, skeleton, parameter)) if stack else rows_of(source, skeleton, name)
+        what = f"{name} of {source.model}"
+        pieces = (cast_finite(torch.from_numpy(piece), packing.dtype, what) for _, piece in rows.pieces(PIECE))
+        writer.checkpoint.add_pieces(name, packing.dtype, rows.shape, pieces)
+        writer.run.findings.count(_words(packing.dtype))
 
 
 def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
-    """Raise UnsupportedError where weights stay stacked."""
+    """Raise UnsupportedError if weights stay stacked."""
     if stacked := stacks(skeleton):
         raise UnsupportedError(
             f"the architecture {source.architecture!r} keeps weights stacked ({stacked[0]}) in a way that is not "
