@@ -1,8 +1,8 @@
 """The one boundary at which third-party parsers meet a user's files.
 
-They raise anything for a damaged file: RecursionError, OverflowError, KeyError, even exceptions that are no Exception
-(a panic of a Rust library). `told` turns all of it into one QuantkitError with the file, the reason and the fix. The
-values of a file are held within limits before anything is built of them.
+For a damaged file they raise anything: RecursionError, OverflowError, KeyError, even exceptions that are no Exception
+(a panic of a Rust library). `reraise_as` turns each into one QuantkitError with the file, the reason and the fix.
+The values of a file are checked against limits before anything is built of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST_VALUE = 120  # characters of a value that a message repeats
 
 
 @contextmanager
-def told(what: str, error: Raised, fix: str = "") -> Iterator[None]:
+def reraise_as(what: str, error: Raised, fix: str = "") -> Iterator[None]:
     """Raise `error`, ``WHAT: reason. FIX``, for whatever is raised inside.
 
     Errors of ours and interruptions pass; running out of memory becomes a ResourceError.
@@ -44,6 +44,9 @@ def told(what: str, error: Raised, fix: str = "") -> Iterator[None]:
         if short := shortage_of(raised):
             raise ResourceError(f"{what}: {short}") from raised
         raise error(f"{what}: {reason_of(raised)}. {fix}".rstrip()) from raised
+
+
+told = reraise_as  # its old name, until all callers have the new one
 
 
 @contextmanager
@@ -62,7 +65,7 @@ def silenced() -> Iterator[None]:
 
 def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON) -> str:
     """The text of a UTF-8 file of at most `most` bytes; raises `error`."""
-    with told(f"{path} cannot be read", error, fix):
+    with reraise_as(f"{path} cannot be read", error, fix):
         size = path.stat().st_size
         if size > most:
             raise error(f"{path} has {size:,} bytes, and no such file has more than {most:,}. {fix}".rstrip())
@@ -75,7 +78,7 @@ def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON)
 
 def parse_json(text: str | bytes, what: str, error: Raised, fix: str = "") -> Any:
     """The value of a JSON text; raises `error`."""
-    with told(f"{what} is not valid JSON", error, fix):
+    with reraise_as(f"{what} is not valid JSON", error, fix):
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return _without_halves(json.loads(text), text)
 
@@ -110,7 +113,7 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
 
     if len(text) > MOST_YAML:
         raise error(f"{what} has {len(text):,} characters; at most {MOST_YAML:,} are read. {fix}".rstrip())
-    with told(f"{what} is not valid YAML", error, fix):
+    with reraise_as(f"{what} is not valid YAML", error, fix):
         loader: type[Any] = yaml.BaseLoader if plain else yaml.SafeLoader
         tree = yaml.compose(text, loader)
         if tree is None:

@@ -27,7 +27,7 @@ from quantkit.cli.progress import choose
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
 from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
 from quantkit.system.files import refuse_unwritable
-from quantkit.untrusted import parse_yaml, path_of, shown, told
+from quantkit.untrusted import parse_yaml, path_of, reraise_as, shown
 
 if TYPE_CHECKING:
     from quantkit.report.table import Table
@@ -234,7 +234,7 @@ def say(line: str) -> None:
 def save(path: Path | None, text: str) -> None:
     """Write a result where that was asked for."""
     if path is not None:
-        with told(f"the result cannot be written to {path}", OutputError):
+        with reraise_as(f"the result cannot be written to {path}", OutputError):
             path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
 
 
