@@ -2,133 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from quantkit.cli.options import (
-    WINDOWS,
-    AdapterOption,
-    ArtifactArgument,
-    EngineFields,
-    Fields,
-    JsonOption,
-    NotesOption,
-    RevisionOption,
-    Values,
-    out,
-    print_table,
-    save,
-    say,
-)
+from quantkit.artifact import MANIFEST, open_artifact
+from quantkit.cli import options
+from quantkit.cli.options import WINDOWS, Fields, Values, out, print_report, save, say, say_notes
+from quantkit.cli.progress import progress_bars
 from quantkit.errors import LONGEST, one_line
 from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, parse
+from quantkit.system.cache import cache_folder
+from quantkit.system.sizes import megabytes
 
 if TYPE_CHECKING:
     from quantkit.report.records import Report
 
-CardOption = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
-SourceOption = Annotated[
-    str | None, typer.Option("--source", help="The model that the artifact was made from, where it is not found.")
-]
+Result = TypeVar("Result")
+Card = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
+Source = Annotated[str | None, typer.Option("--source", help="Model that the artifact was made from, if not found.")]
+Memory = Annotated[Values, Fields(MemoryLimits)]
+PERPLEXITY = ("perplexity",)
 
 
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Forecast memory, disk and time; nothing that is written stays.")
-]
+def eval_ppl(
+    artifact: options.ArtifactOrModel,
+    *,
+    evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "divergence", "threads"))],
+    engine: options.Engine,
+    memory: Memory,
+    revision: options.Revision = None,
+    adapter: options.Adapters = None,
+    card: Card = False,
+    source: Source = None,
+    cross_check: Annotated[
+        bool, typer.Option("--cross-check", help="Also evaluate with our own reader; exit code 1 if the two disagree.")
+    ] = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = None,
+) -> None:
+    """Measure the perplexity of an artifact or a model, and the divergence from its source."""
+    from quantkit.evaluation.evaluate import evaluate
+
+    model = model_ref(artifact, revision, adapter)
+    settings = {**evaluation, "source": source, **_records(engine, memory)}
+    if dry_run:
+        _forecast(model, json, settings | {"probes": PERPLEXITY})
+    elif cross_check:
+        _cross_check(model, json, card, settings)
+    else:
+        report = _run(evaluate, model, card, settings | {"probes": PERPLEXITY})
+        save(json, report)
+        _write_card(model, card, report)
+        for line in report.quality():
+            say(line)
 
 
-def _refuse_cardless(artifact: str) -> None:
-    from quantkit.artifact import MANIFEST
+def evaluate_all(
+    artifact: options.ArtifactOrModel,
+    *,
+    evaluation: Annotated[Values, Fields(EvaluationSpec, ("probes", *WINDOWS, "threads", "divergence"))],
+    engine: options.Engine,
+    memory: Memory,
+    revision: options.Revision = None,
+    adapter: options.Adapters = None,
+    card: Card = False,
+    source: Source = None,
+    notes: options.Notes = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = None,
+) -> None:
+    """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
+    from quantkit.evaluation.evaluate import evaluate
 
-    if not (Path(artifact) / MANIFEST).is_file():
-        raise typer.BadParameter(f"--card: {artifact} is no artifact folder, so it has no card")
+    model = model_ref(artifact, revision, adapter)
+    settings = {**evaluation, "source": source, **_records(engine, memory)}
+    if dry_run:
+        _forecast(model, json, settings)
+        return
+    report = _run(evaluate, model, card, settings)
+    save(json, report)
+    _write_card(model, card, report)
+    print_report(report, notes)
 
 
-def _write_card(artifact: str, report: Report) -> None:
-    from quantkit.artifact import open_artifact
-    from quantkit.report.card import write_card
-
-    write_card(open_artifact(artifact), (report,))
-
-
-def _model_of(model: str, revision: str | None, adapter: list[str] | None) -> ModelRef:
-    return parse(ModelRef, {"model": model, "revision": revision, "adapters": tuple(adapter or ())}, "model")
+def model_ref(model: str, revision: str | None, adapters: list[str] | None) -> ModelRef:
+    """Return the model that a command names; raises RecipeError."""
+    return parse(ModelRef, {"model": model, "revision": revision, "adapters": tuple(adapters or ())}, "model")
 
 
 def _records(engine: Values, memory: Values) -> Values:
     return {"engine": parse(EngineSpec, engine, "engine"), "memory": parse(MemoryLimits, memory, "evaluation")}
 
 
-def _evaluate(model: ModelRef, json: Path | None, card: bool, settings: Values) -> Report:
-    from quantkit.cli.progress import shown
-    from quantkit.evaluation.evaluate import evaluate
+def _run(evaluate: Callable[..., Result], model: ModelRef, card: bool, settings: Values) -> Result:
+    if card and not (Path(model.model) / MANIFEST).is_file():
+        raise typer.BadParameter(f"--card: {model.model} is no artifact folder, so it has no card")
+    with progress_bars() as progress:
+        return evaluate(model, progress=progress, **settings)
+
+
+def _write_card(model: ModelRef, card: bool, report: Report) -> None:
+    from quantkit.report.card import write_card
 
     if card:
-        _refuse_cardless(model.model)
-    with shown() as progress:
-        report = evaluate(model, progress=progress, **settings)
-    save(json, report.model_dump_json(indent=2))
-    if card:
-        _write_card(model.model, report)
-    return report
+        write_card(open_artifact(model.model), (report,))
 
 
 def _cross_check(model: ModelRef, json: Path | None, card: bool, settings: Values) -> None:
-    import json as json_module
-    from dataclasses import asdict
-
-    from quantkit.cli.progress import shown
     from quantkit.evaluation.cross_check import cross_check
 
-    if card:
-        _refuse_cardless(model.model)
-    with shown() as progress:
-        both = cross_check(model, progress=progress, **settings)
-    values = asdict(both) | {"native": both.native.model_dump(), "reference": both.reference.model_dump()}
-    save(json, json_module.dumps(values | {"agrees": both.agrees}, indent=2))
-    if card:
-        _write_card(model.model, both.native)
+    both = _run(cross_check, model, card, settings)
+    save(json, asdict(both) | {"agrees": both.agrees})
+    _write_card(model, card, both.native)
     for line in (*both.native.quality(), *both.reference.quality(), *both.lines()):
         say(line)
     if not both.agrees:
         raise typer.Exit(1)
 
 
-def eval_ppl(
-    artifact: ArtifactArgument,
-    *,
-    evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "divergence", "threads"))],
-    engine: EngineFields,
-    memory: Annotated[Values, Fields(MemoryLimits)],
-    revision: RevisionOption = None,
-    adapter: AdapterOption = None,
-    card: CardOption = False,
-    source: SourceOption = None,
-    cross_check: Annotated[
-        bool, typer.Option("--cross-check", help="Also evaluate with our own reader; exit code 1 if the two disagree.")
-    ] = False,
-    dry_run: DryRunOption = False,
-    json: JsonOption = None,
-) -> None:
-    """Measure the perplexity of an artifact or a model, and the divergence from its source."""
-    model = _model_of(artifact, revision, adapter)
-    settings = {**evaluation, "source": source, **_records(engine, memory)}
-    if dry_run:
-        _forecast(model, json, settings | {"probes": ("perplexity",)})
-        return
-    if cross_check:
-        _cross_check(model, json, card, settings)
-        return
-    report = _evaluate(model, json, card, settings | {"probes": ("perplexity",)})
-    for line in report.quality():
-        say(line)
-
-
-def _forecast(model: ModelRef, path: Path | None, settings: Values) -> None:
+def _forecast(model: ModelRef, json: Path | None, settings: Values) -> None:
     from quantkit.evaluation.evaluate import forecast
-    from quantkit.report.table import megabytes
 
     trial = forecast(model, **settings)
     say(f"evaluating {model.model} would take, on this machine:")
@@ -138,39 +137,12 @@ def _forecast(model: ModelRef, path: Path | None, settings: Values) -> None:
         minutes = part.seconds / 60
         say(f"  {part.what}: {how} in {part.engine}, memory {size} at the peak, about {minutes:.1f} minutes")
     say(f"  disk: {megabytes(trial.disk_bytes)} at most")
-    for note in trial.notes:
-        say(f"  note: {note}")
-    save(path, trial.model_dump_json(indent=2))
-
-
-def evaluate_all(
-    artifact: ArtifactArgument,
-    *,
-    evaluation: Annotated[Values, Fields(EvaluationSpec, ("probes", *WINDOWS, "threads", "divergence"))],
-    engine: EngineFields,
-    memory: Annotated[Values, Fields(MemoryLimits)],
-    revision: RevisionOption = None,
-    adapter: AdapterOption = None,
-    card: CardOption = False,
-    source: SourceOption = None,
-    notes: NotesOption = False,
-    dry_run: DryRunOption = False,
-    json: JsonOption = None,
-) -> None:
-    """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
-    from quantkit.report.table import Table
-
-    model = _model_of(artifact, revision, adapter)
-    settings = {**evaluation, "source": source, **_records(engine, memory)}
-    if dry_run:
-        _forecast(model, json, settings)
-        return
-    report = _evaluate(model, json, card, settings)
-    print_table(Table((report,)), notes=notes)
+    say_notes(trial.notes)
+    save(json, trial)
 
 
 def eval_tasks(
-    artifact: ArtifactArgument,
+    artifact: options.ArtifactOrModel,
     *,
     tasks: Annotated[str, typer.Option(help="Tasks of lm-evaluation-harness, comma-separated.")],
     include: Annotated[
@@ -180,58 +152,48 @@ def eval_tasks(
     limit: Annotated[int | None, typer.Option(help="Samples of each task. Default: all.")] = None,
     chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask in the model's chat template.")] = False,
     n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
-    engine: EngineFields,
-    revision: RevisionOption = None,
-    adapter: AdapterOption = None,
-    json: JsonOption = None,
+    engine: options.Engine,
+    revision: options.Revision = None,
+    adapter: options.Adapters = None,
+    json: options.Json = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
-    from quantkit.cli.progress import shown
     from quantkit.evaluation.tasks import evaluate_tasks
 
-    with shown() as progress:
+    with progress_bars() as progress:
         report = evaluate_tasks(
-            _model_of(artifact, revision, adapter), tuple(filter(None, tasks.split(","))), include=include,
+            model_ref(artifact, revision, adapter), tuple(filter(None, tasks.split(","))), include=include,
             num_fewshot=num_fewshot, limit=limit, chat_template=chat_template, n_ctx=n_ctx, progress=progress,
             engine=parse(EngineSpec, engine, "engine"),
         )  # fmt: skip
-    save(json, report.model_dump_json(indent=2))
+    save(json, report)
     grid = Table("task", "shots", "samples", "measure", "value", title=Text(one_line(report.model.label, LONGEST)))
     for task, figures in report.results.items():
+        shots, samples = str(report.num_fewshot.get(task, "")), str(report.samples.get(task, ""))
         for name, value in figures.items():
             measure, _, kind = name.partition(",")
             if measure.endswith("_stderr"):
                 continue
             error = figures.get(f"{measure}_stderr,{kind}")
             shown_value = f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
-            shots, samples = str(report.num_fewshot.get(task, "")), str(report.samples.get(task, ""))
             measure = f"{measure} ({kind})" if kind != "none" else measure
-            grid.add_row(escape(task), shots, samples, escape(measure), shown_value)
+            grid.add_row(Text(task), shots, samples, Text(measure), shown_value)
     out.print(grid)
-    by = f"lm-eval {report.lm_eval}, engine {report.engine.name} {report.engine.version} in {report.engine.dtype}"
-    say(by)
+    engine_used = report.engine
+    say(f"lm-eval {report.lm_eval}, engine {engine_used.name} {engine_used.version} in {engine_used.dtype}")
 
 
 def cache(
     *,
     clear: Annotated[bool, typer.Option("--clear", help="Remove everything that no process uses now.")] = False,
-    json: JsonOption = None,
+    json: options.Json = None,
 ) -> None:
     """List cached baselines of source models and interrupted evaluations."""
-    import json as json_module
-
     from quantkit.evaluation.baseline import clear_cache, list_cache
-    from quantkit.report.table import megabytes
-    from quantkit.system.cache import cache_folder
 
     entries = clear_cache() if clear else list_cache()
-    save(json, json_module.dumps([vars(entry) for entry in entries], indent=2))
+    save(json, [vars(entry) for entry in entries])
     for entry in entries:
         say(f"{megabytes(entry.bytes):>10}  {entry.what}")
     total = megabytes(sum(entry.bytes for entry in entries))
-    where = f"{total} removed from" if clear else f"{total} in"
-    say(f"{where} {cache_folder()}")
+    say(f"{total} {'removed from' if clear else 'in'} {cache_folder()}")

@@ -23,8 +23,9 @@ from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, Wei
 from quantkit.errors import ArtifactError, QuantkitError, SourceError
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
 from quantkit.report.records import Report
-from quantkit.report.table import Table, escaped, megabytes
+from quantkit.report.table import Table, escaped
 from quantkit.system.files import create, replace_text, sha256_of
+from quantkit.system.sizes import megabytes
 from quantkit.untrusted import MOST_YAML, inside, parse_yaml
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"

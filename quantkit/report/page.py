@@ -22,8 +22,9 @@ from quantkit.errors import ArtifactError, one_line
 from quantkit.report.card import templates
 from quantkit.report.records import NAMES, Measurement, Report, noise_of
 from quantkit.report.statistics import HIGHER, best
-from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTILE, QUALITY, Table, labelled, megabytes
+from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTILE, QUALITY, Table, labelled
 from quantkit.system.processor import threads
+from quantkit.system.sizes import megabytes
 
 MOST = 1_000_000  # bytes of a page, above which the JSON in it goes without the windows' sums
 LONGEST_CODE = 1 << 18  # characters of a line to be copied

@@ -24,6 +24,7 @@ from quantkit.report.records import Measurement, Report, noise_of, report_of
 from quantkit.report.screen import Grid, drawn, plain
 from quantkit.report.statistics import best
 from quantkit.system.processor import threads
+from quantkit.system.sizes import megabytes
 from quantkit.untrusted import LARGEST_NAME, path_of, read_object, shown
 
 if TYPE_CHECKING:
@@ -63,11 +64,6 @@ NOTES = {
     "median / p90 / p99.",
     "peak_rss_bytes": "Peak memory: resident, of a process of its own that loads and generates.",
 }
-
-
-def megabytes(value: float) -> str:
-    """Bytes as MB or GB (powers of ten)."""
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
 def escaped(text: str) -> str:

@@ -22,6 +22,11 @@ def parse_size(size: str | int, option: str) -> int:
     return int(number)
 
 
+def megabytes(value: float) -> str:
+    """Bytes as MB or GB (powers of ten)."""
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+
+
 def bits_per_weight(nbytes: int, weights: int) -> float:
     """Bits of `nbytes`, those of whole weight files with all that they hold, for each of a model's weights."""
     return 8 * nbytes / max(1, weights)

@@ -11,7 +11,7 @@ from killed import started
 from tiny_models import EVALUATION_FLAGS, quantkit
 
 from quantkit.cli import progress as module
-from quantkit.cli.progress import Lines, choose, shown
+from quantkit.cli.progress import Lines, configure_verbosity, progress_bars
 from quantkit.comparison.compare import CALIBRATION_COST, CONVERSION_COST, SOURCE_COST
 from quantkit.progress import Pieces, Progress, Step, Timed
 
@@ -70,7 +70,7 @@ def test_a_log_has_lines_whatever_terminal_the_environment_names(terminal, monke
     if terminal is not None:
         monkeypatch.setenv("TERM", terminal)
     long = "x" * 200  # no line is wrapped
-    with shown() as progress:
+    with progress_bars() as progress:
         progress.say(f"[bold]{long}")
         with progress.step(f"reading {long}", 2) as advance:
             advance(2)
@@ -123,10 +123,10 @@ def test_libraries_are_silent_unless_verbose_is_given(monkeypatch):
         monkeypatch.delenv(name)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        choose(False, True)
+        configure_verbosity(False, True)
         warnings.warn("a word", stacklevel=1)
         assert not set(names) & os.environ.keys()
-        choose(False, False)
+        configure_verbosity(False, False)
         warnings.warn("another", stacklevel=1)
         assert [os.environ[name] for name in names] == ["1", "1", "error"]
     assert [str(one.message) for one in heard] == ["a word"]

@@ -13,7 +13,7 @@ from tiny_models import changed_copy, fails, quantkit, succeeds
 
 from quantkit import convert, verify
 from quantkit.artifact import CARD
-from quantkit.cli.progress import shown
+from quantkit.cli.progress import progress_bars
 from quantkit.errors import SourceError
 from quantkit.report.card import END, front_matter, inherited_metadata
 from quantkit.report.records import ModelEntry
@@ -75,7 +75,7 @@ def test_progress_holds_no_markup_and_no_control_characters(capsys, monkeypatch)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "1000")
     name = f"{NAME}\x1b]0;title\x07"
-    with shown() as progress:
+    with progress_bars() as progress:
         with progress.step(f"judging {name}", 3) as advance:
             advance(remark=f"remark {name}")
         progress.say(f"done with {name}")

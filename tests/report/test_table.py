@@ -13,7 +13,8 @@ from quantkit.comparison.compare import draw_table, write_table
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.table import LEGEND, Table, joined, megabytes, read_tables, shared
+from quantkit.report.table import LEGEND, Table, joined, read_tables, shared
+from quantkit.system.sizes import megabytes
 
 NOTE = "calibrated on 64 sequences (asked: 128; it holds no more) of a text"
 SOURCE = report("bfloat16", None, 20.0, 2e6, {1: 50.04, 2: 30.0}, engine="transformers")

@@ -13,7 +13,7 @@ from test_load_test import put
 from tiny_models import changed_copy, fails
 
 from quantkit.cli.options import out
-from quantkit.cli.serving import _show
+from quantkit.cli.serving import _print_load
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import LoadTestSpec
@@ -121,7 +121,7 @@ def test_what_is_printed_are_the_measured_percentiles():
         counts={OK: 5}, examples={}, notes=(), measurements=tuple(measured(answers, 30.0, 1, None)),
     )  # fmt: skip
     with out.capture() as printed:
-        _show(report)
+        _print_load(report)
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in printed.get().splitlines()]
     assert ["", "median", "p90", "p99"] in rows
     for title, factor in (("time to first token, ms", 1), ("time per output token, ms", 0.5), ("whole answer, ms", 2)):
