@@ -167,13 +167,13 @@ def table(
     json: options.Json = None,
 ) -> None:
     """Join the reports of several models and machines into one table."""
-    from quantkit.comparison.compare import draw_table, write_table
-    from quantkit.report.table import joined, read_places
+    from quantkit.report.plot import draw
+    from quantkit.report.table import joined, read_places, write_table
 
     sheet = joined(read_places(places))
     if folder is not None:
         write_table(sheet, folder)
-        draw_table(sheet, folder)
+        draw(sheet, folder)
     save(json, sheet.to_json())
     print_table(sheet, transpose, notes)
 

@@ -9,11 +9,10 @@ from made_up_reports import BASELINE, HARDWARE, TEXT, WINDOWS, diverging, figure
 from rich.console import Console
 from tiny_models import fails, quantkit, succeeds
 
-from quantkit.comparison.compare import draw_table, write_table
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.table import LEGEND, Table, joined, read_tables, shared
+from quantkit.report.table import LEGEND, Table, joined, read_tables, shared, write_table
 from quantkit.system.sizes import megabytes
 
 NOTE = "calibrated on 64 sequences (asked: 128; it holds no more) of a text"
@@ -171,7 +170,7 @@ def test_the_files_are_written(tmp_path):
     write_table(TABLE, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["table.csv", "table.json", "table.md"]
     assert (folder / "table.md").read_text(encoding="utf-8") == MARKDOWN
-    svg, png = draw_table(TABLE, folder)
+    svg, png = draw(TABLE, folder)
     assert (svg.name, png.name) == ("perplexity-size.svg", "perplexity-size.png")
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = svg.read_text(encoding="utf-8")
