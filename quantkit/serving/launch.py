@@ -1,4 +1,4 @@
-"""serve: start an engine's own server for an artifact, wait until it answers, and leave no process behind."""
+"""serve: start an engine's own server for an artifact, wait until it answers, and end all of its processes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
-    """The running server, which answers already; its output goes to the standard error. It is gone afterwards.
+    """Start a server, yield it when it answers, and end it; its output goes to standard error.
 
-    Raises DependencyError where the engine is missing, OutputError where the port is taken, EngineError where the
-    server ends or does not answer within its limit.
+    Raises DependencyError if the engine is missing, OutputError if the port is taken, EngineError if the server ends or
+    does not answer in time.
     """
     _refuse(launch)
     child = subprocess.Popen(
@@ -56,7 +56,7 @@ def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait(launch: Plan, child: subprocess.Popen[bytes]) -> int:
-    """Wait for the server's end; its exit code. Raises EngineError where a signal has ended it."""
+    """Wait for the server's end; return its exit code. Raises EngineError if a signal ended it."""
     code = child.wait()
     if code < 0:
         raise EngineError(f"{launch.server.summary} {_how_ended(code)}. The system does so where memory runs out.")
@@ -64,7 +64,7 @@ def wait(launch: Plan, child: subprocess.Popen[bytes]) -> int:
 
 
 def _refuse(launch: Plan) -> None:
-    """Raise a QuantkitError where the engine is missing or the port is taken."""
+    """Raise a QuantkitError if the engine is missing or the port is taken."""
     server = launch.server
     if not server.modules:
         raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
@@ -83,7 +83,7 @@ def _refuse(launch: Plan) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child, before the server starts: SIGTERM for it when this process is killed. See prctl(2)."""
+    """In the child, before the server starts: request SIGTERM for when this process is killed. See prctl(2)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -101,7 +101,7 @@ def _wait_until_it_answers(launch: Plan, child: subprocess.Popen[bytes]) -> None
 
 
 def _how_ended(code: int) -> str:
-    """In words; a negative code is the number of a signal."""
+    """Describe an exit code; a negative code is the number of a signal."""
     if code >= 0:
         return f"ended with code {code}"
     known = {number.value: number.name for number in signal.Signals}
@@ -109,7 +109,7 @@ def _how_ended(code: int) -> str:
 
 
 def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
-    """Pass the signal on, wait, and kill what is left. Further signals of the impatient do not stop this."""
+    """Pass the signal on, wait, and kill what is left; ignore further signals meanwhile."""
     ignored = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
