@@ -168,9 +168,9 @@ def table(
 ) -> None:
     """Join the reports of several models and machines into one table."""
     from quantkit.report.plot import draw
-    from quantkit.report.table import joined, read_places, write_table
+    from quantkit.report.table import join_tables, read_places, write_table
 
-    sheet = joined(read_places(places))
+    sheet = join_tables(read_places(places))
     if folder is not None:
         write_table(sheet, folder)
         draw(sheet, folder)
@@ -195,11 +195,11 @@ def report(
     """Write the reports as one self-contained HTML page."""
     from quantkit.report.page import find_artifacts
     from quantkit.report.page import page as rendered
-    from quantkit.report.table import joined, read_places
+    from quantkit.report.table import join_tables, read_places
     from quantkit.serving.servers import server_of
 
     max_bytes = None if max_size is None else parse_size(max_size, "--max-size")
-    sheet = joined(read_places(places))
+    sheet = join_tables(read_places(places))
     artifacts, remarks = find_artifacts(places)
     text = rendered(sheet, artifacts, remarks, max_kld, max_bytes, server_of)
     save(page, text)

@@ -36,12 +36,12 @@ def push(
     json: options.Json = None,
 ) -> None:
     """Put an artifact on the Hugging Face Hub, with its card; the same command goes on after a failure."""
-    from quantkit.publishing.push import plan
+    from quantkit.publishing.push import plan_push
     from quantkit.publishing.push import push as send
 
     if dry_run:
         with progress_bars() as progress:
-            planned = plan(artifact, repo, base_model=base_model, results=results or (), progress=progress)
+            planned = plan_push(artifact, repo, base_model=base_model, results=results or (), progress=progress)
         files = [{"name": one.name, "bytes": one.nbytes, "sha256": one.sha256} for one in planned.uploads]
         save(json, {"repo": repo, "files": files, "notes": planned.notes})
         say(f"to {repo} would go:")

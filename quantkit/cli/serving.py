@@ -69,7 +69,7 @@ def bench(
         return
     from quantkit.data.prompts import PROMPTS
     from quantkit.serving.client import Endpoint
-    from quantkit.serving.load_test import load, prompts_of
+    from quantkit.serving.load_test import prompts_of, run_load_test
 
     if model is None:
         raise typer.BadParameter("--endpoint needs the model's name there: --model NAME")
@@ -79,7 +79,7 @@ def bench(
     spec = parse(LoadTestSpec, settings, "bench")
     texts = PROMPTS if prompts is None else prompts_of(prompts)
     with progress_bars() as progress:
-        report = load(Endpoint(endpoint, model, api, key), spec, texts, progress)
+        report = run_load_test(Endpoint(endpoint, model, api, key), spec, texts, progress)
     save(json, report)
     _print_load(report)
     if not report.completed:
@@ -141,9 +141,9 @@ def serve(
 ) -> None:
     """Start an engine's own OpenAI-compatible server for an artifact, and wait."""
     from quantkit.serving.launch import serving, wait
-    from quantkit.serving.servers import plan
+    from quantkit.serving.servers import plan_server
 
-    start = plan(artifact, **settings)
+    start = plan_server(artifact, **settings)
     if print_only:
         variables = [f"{key}={shlex.quote(value)}" for key, value in start.variables.items()]
         say(" ".join([*variables, shlex.join(start.arguments)]))

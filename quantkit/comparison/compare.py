@@ -44,7 +44,7 @@ from quantkit.report.card import write_card
 from quantkit.report.plot import draw
 from quantkit.report.records import Report, read_report
 from quantkit.report.table import Table, write_table
-from quantkit.system.device import CPU, described, find_device
+from quantkit.system.device import CPU, device_label, find_device
 from quantkit.system.files import replace_text, safe_name
 from quantkit.system.memory import free_memory
 from quantkit.untrusted import path_of
@@ -92,7 +92,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     for one in jobs:
         require(find_engine(one.job.format.engines[0]))
     lines = list(comparison.how_evaluated(jobs))
-    for line in (f"device: {described(find_device(recipe.device))}", *lines):
+    for line in (f"device: {device_label(find_device(recipe.device))}", *lines):
         progress.say(line)
     reports: list[Report] = []
     parts = [(comparison.cost_of(one.job), ("evaluation", 1.0)) for one in jobs]

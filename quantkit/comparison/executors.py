@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quantkit.errors import DependencyError, ResourceError, missing_package, reason_of
-from quantkit.system.sizes import told_apart
+from quantkit.system.sizes import in_one_unit
 
 if TYPE_CHECKING:
     from quantkit.comparison.tasks import Task  # whose imports are many: a node imports this file
@@ -112,7 +112,7 @@ class OnRay:
         if cores < self._threads:
             return f"it needs {self._threads} cores, and the largest node has {cores}. Give fewer evaluation.threads"
         if not self._fitting(task):
-            needed, most = told_apart(task.memory or 0, self.most_memory or 0)
+            needed, most = in_one_unit(task.memory or 0, self.most_memory or 0)
             return f"it needs {needed} of memory, and the largest node gives tasks {most} (ray start --memory)"
         return None
 

@@ -17,7 +17,7 @@ import psutil
 from quantkit.artifact import Artifact
 from quantkit.comparison.compare import Comparison
 from quantkit.comparison.executors import LOST, UNPLACED, Executor
-from quantkit.comparison.tasks import Task, plan, read_task
+from quantkit.comparison.tasks import Task, plan_tasks, read_task
 from quantkit.contracts.model import Model
 from quantkit.conversion.check import ReadyJob
 from quantkit.data.texts import Text, load_text
@@ -26,7 +26,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe
 from quantkit.report.plot import draw
 from quantkit.report.records import read_report
-from quantkit.report.table import Table, joined, write_table
+from quantkit.report.table import Table, join_tables, write_table
 from quantkit.untrusted import path_of
 
 OUT = Path("quantkit-sweep")
@@ -47,7 +47,7 @@ def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = Non
     """
     progress, out = progress or Progress(), path_of(recipe.out or OUT, OutputError)
     try:
-        tasks = {task.name: task for task in plan(recipe, out)}
+        tasks = {task.name: task for task in plan_tasks(recipe, out)}
         _scan(tasks, load_text(recipe.evaluation.text, "evaluation"), executor.most_memory)
         with progress.step("tasks", len(tasks)) as advance:
             advance(sum(task.state != "waiting" for task in tasks.values()))
@@ -177,7 +177,7 @@ def _sheet(tasks: dict[str, Task], failed: dict[str, str], out: Path) -> Table |
     tables = [(None, Table((read_report(Path(path)),))) for path in paths if path is not None]
     if not tables:
         return None
-    sheet = replace(joined(tables), missing=tuple(f"Not measured: {name}: {why}" for name, why in failed.items()))
+    sheet = replace(join_tables(tables), missing=tuple(f"Not measured: {name}: {why}" for name, why in failed.items()))
     write_table(sheet, out)
     draw(sheet, out)
     return sheet

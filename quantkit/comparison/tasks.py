@@ -140,7 +140,7 @@ def read_tasks(out: Path) -> list[Task]:
     return tasks
 
 
-def plan(recipe: SweepRecipe, out: Path) -> list[Task]:
+def plan_tasks(recipe: SweepRecipe, out: Path) -> list[Task]:
     """Plan a sweep's tasks, model by model, the source before its variants; raises RecipeError.
 
     Paths become absolute: a task may run on another machine, in another folder.

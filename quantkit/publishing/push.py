@@ -68,7 +68,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PushPlan:
     """The files of a verified `artifact` for `repo`, and notes for the user."""
 
     repo: str
@@ -113,18 +113,18 @@ def push(
     files that engines would load.
     """
     token = token_of_user()
-    made = plan(artifact, repo, base_model=base_model, results=results, progress=progress)
+    made = plan_push(artifact, repo, base_model=base_model, results=results, progress=progress)
     return send(made, token, create, private, progress or Progress())
 
 
-def plan(
+def plan_push(
     artifact: str | Path | Artifact,
     repo: str,
     *,
     base_model: str | None = None,
     results: Sequence[str | Path] = (),
     progress: Progress | None = None,
-) -> Plan:
+) -> PushPlan:
     """Return what `push` would send, without network and token. Raises as `push` does."""
     for name, what in ((repo, "--repo"), (base_model, "--base-model")):
         if name is not None:
@@ -149,7 +149,7 @@ def plan(
         Upload(name, entry.bytes, entry.sha256, opened.folder / name) for name, entry in files.items() if name != CARD
     ]
     uploads += [card, _upload(MANIFEST, manifest.to_text().encode()), *(_upload(*one) for one in scores.items())]
-    return Plan(repo, opened, tuple(uploads), (*notes, *more))
+    return PushPlan(repo, opened, tuple(uploads), (*notes, *more))
 
 
 def _refuse_name(repo: str, what: str) -> None:
@@ -217,7 +217,7 @@ def token_of_user() -> str:
     return token
 
 
-def send(plan: Plan, token: str, create: bool, private: bool, progress: Progress) -> Pushed:
+def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Progress) -> Pushed:
     """Send the files of a plan; raises HubError."""
     api = HfApi(token=token, library_name="quantkit")
     with _reraised(f"{plan.repo} cannot be pushed to", token), warnings.catch_warnings():
@@ -280,7 +280,7 @@ def _is_there(upload: Upload, entry: Any) -> bool:
     return bool(entry.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
 
 
-def _left_over(api: HfApi, plan: Plan, there: dict[str, Any]) -> list[str]:
+def _left_over(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[str]:
     """Return files that only the formerly pushed artifact has, and its scores if its bytes were different."""
     with temporary_folder() as folder:
         api.hf_hub_download(plan.repo, MANIFEST, local_dir=folder)

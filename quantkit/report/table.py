@@ -410,7 +410,7 @@ def _about(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
         yield "model", f"{divergence} {floor}"
 
 
-def joined(tables: Iterable[tuple[str | None, Table]]) -> Table:
+def join_tables(tables: Iterable[tuple[str | None, Table]]) -> Table:
     """Join tables, each with its machine's label; None stands for the names of its processor and device.
 
     Reports of one model and machine become one part. Raises ReportError.

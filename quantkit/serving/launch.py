@@ -17,8 +17,8 @@ import httpx2
 import psutil
 
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
-from quantkit.serving.servers import Plan
-from quantkit.system.interpreter import look
+from quantkit.serving.servers import ServerPlan
+from quantkit.system.interpreter import inspect_interpreter
 
 START_LIMIT = 1800.0  # seconds until a server must answer: some compile a model for minutes
 GRACE = 10.0  # seconds that a server has to end by itself
@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
+def serving(launch: ServerPlan) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server, yield it when it answers, and end it; its output goes to standard error.
 
     Raises DependencyError if the engine is missing, OutputError if the port is taken, EngineError if the server ends or
@@ -55,7 +55,7 @@ def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
         _end(child, last)
 
 
-def wait(launch: Plan, child: subprocess.Popen[bytes]) -> int:
+def wait(launch: ServerPlan, child: subprocess.Popen[bytes]) -> int:
     """Wait for the server's end; return its exit code. Raises EngineError if a signal ended it."""
     code = child.wait()
     if code < 0:
@@ -63,12 +63,12 @@ def wait(launch: Plan, child: subprocess.Popen[bytes]) -> int:
     return code
 
 
-def _refuse(launch: Plan) -> None:
+def _refuse(launch: ServerPlan) -> None:
     """Raise a QuantkitError if the engine is missing or the port is taken."""
     server = launch.server
     if not server.modules:
         raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
-    if missing := look(launch.python, server.modules)[0]:
+    if missing := inspect_interpreter(launch.python, server.modules)[0]:
         raise DependencyError(f"{launch.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
     try:
         family, _, _, _, address = socket.getaddrinfo(launch.host, launch.port, type=socket.SOCK_STREAM)[0]
@@ -87,7 +87,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_until_it_answers(launch: Plan, child: subprocess.Popen[bytes]) -> None:
+def _wait_until_it_answers(launch: ServerPlan, child: subprocess.Popen[bytes]) -> None:
     limit = time.monotonic() + START_LIMIT
     with httpx2.Client(timeout=5.0, trust_env=False) as client:
         while time.monotonic() < limit:

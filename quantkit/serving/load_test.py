@@ -65,7 +65,7 @@ def prompts_of(path: Path) -> tuple[str, ...]:
     return prompts
 
 
-def load(
+def run_load_test(
     endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] = PROMPTS, progress: Progress | None = None
 ) -> LoadReport:
     """Put the endpoint under load and report. It ends on time, whatever the server does."""

@@ -80,7 +80,7 @@ SERVERS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerPlan:
     """How to start a server: its command, variables to add to the environment, and where it will answer."""
 
     server: Server
@@ -98,8 +98,8 @@ class Plan:
         return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.port}/v1"
 
 
-def plan(artifact: str, engine: str | None = None, **settings: int | str | None) -> Plan:
-    """Plan the start of a server, and check what can be checked before it; raises a QuantkitError.
+def plan_server(artifact: str, engine: str | None = None, **settings: int | str | None) -> ServerPlan:
+    """ServerPlan the start of a server, and check what can be checked before it; raises a QuantkitError.
 
     `settings` are the other fields of `ServeSpec`.
     """
@@ -134,7 +134,7 @@ def plan(artifact: str, engine: str | None = None, **settings: int | str | None)
         for key, value in server.variables.items()
     }
     arguments = tuple(word.format(**places) for word in command.split())
-    return Plan(server, arguments, variables, python, spec.host, spec.port, name)
+    return ServerPlan(server, arguments, variables, python, spec.host, spec.port, name)
 
 
 def server_for(model: Model, name: str | None) -> Server:

@@ -43,7 +43,7 @@ def _may_have_accelerator() -> bool:
     return "torch" in sys.modules or not version("torch").endswith("+cpu") or bool(entry_points(group="torch.backends"))
 
 
-def described(device: str) -> str:
+def device_label(device: str) -> str:
     """Return the device with its product's name, if known, such as ``cuda (NVIDIA H200)``."""
     if device == CPU:
         return CPU

@@ -16,10 +16,10 @@ LOOK_LIMIT = 120.0  # seconds
 PACKAGE = Path(__file__).parents[1]  # quantkit's own folder
 
 
-def look(python: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
+def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
     """Return which modules an interpreter lacks, and the version of the first; raises DependencyError."""
     if python == sys.executable:
-        missing = modules.lacks(names)
+        missing = modules.missing_modules(names)
         return missing, None if names[0] in missing else modules.version_of(names[0])
     try:
         done = subprocess.run(

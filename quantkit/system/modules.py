@@ -33,7 +33,7 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-def lacks(modules: tuple[str, ...]) -> list[str]:
+def missing_modules(modules: tuple[str, ...]) -> list[str]:
     """Return the modules that cannot be found, without importing any."""
     return [name for name in modules if find_spec(name) is None]
 
@@ -48,4 +48,4 @@ def version_of(module: str) -> str | None:
 
 
 if __name__ == "__main__":
-    json.dump({"lacks": lacks(tuple(sys.argv[1:])), "version": version_of(sys.argv[1])}, sys.stdout)
+    json.dump({"lacks": missing_modules(tuple(sys.argv[1:])), "version": version_of(sys.argv[1])}, sys.stdout)

@@ -32,7 +32,7 @@ def bits_per_weight(nbytes: int, weights: int) -> float:
     return 8 * nbytes / max(1, weights)
 
 
-def told_apart(need: int, have: int) -> tuple[str, str]:
+def in_one_unit(need: int, have: int) -> tuple[str, str]:
     """Return two numbers of bytes as texts, in a unit that shows their difference."""
     for unit, digits in (("GB", 2), ("MB", 1), ("kB", 1)):
         size = UNITS[unit.upper()]

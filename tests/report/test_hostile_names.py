@@ -18,7 +18,7 @@ from quantkit.errors import SourceError
 from quantkit.report.card import END, front_matter, inherited_metadata
 from quantkit.report.records import ModelEntry
 from quantkit.report.table import Table, escaped
-from quantkit.serving.servers import plan
+from quantkit.serving.servers import plan_server
 from quantkit.system.files import safe_name
 
 NAME = "a|b <img src=x onerror=alert(1)> `c` [d](http:e) *f*\n# g\x1b[31m &lt; [" + "/h]"
@@ -102,7 +102,7 @@ def test_a_model_of_any_name_is_converted_and_its_card_holds(one_block):
 
 def test_a_command_and_a_file_take_no_name_for_an_option(one_block):
     shutil.copytree(one_block, "--trust-remote-code")
-    command = plan("./--trust-remote-code", "vllm").arguments
+    command = plan_server("./--trust-remote-code", "vllm").arguments
     assert command[command.index("--served-model-name") + 1] == "trust-remote-code"
     shutil.copytree(one_block, "$(touch made) ;x")
     line = quantkit("serve", "./$(touch made) ;x", "--engine", "sglang", "--print").out
