@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from quantkit.cli.compare import compare, report, run, status, sweep_task, table
 from quantkit.cli.convert import convert, method_options
@@ -56,7 +57,7 @@ quantkit --help                           all commands; quantkit COMMAND --help:
 
 
 def begin(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    context: typer.Context, version: Annotated[bool, Option("--version", help="Print the version.")] = False
 ) -> None:
     """Print the version, or how to begin if no command is given."""
     if context.invoked_subcommand not in (None, "convert"):

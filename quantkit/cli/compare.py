@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from quantkit.cli import options
 from quantkit.cli.options import WINDOWS, Fields, Values, print_artifact, print_table, save, say, writable
@@ -31,11 +31,9 @@ def compare(
     *,
     adapter: options.Adapters = None,
     methods: Annotated[
-        str | None, typer.Option(help="METHOD or METHOD:BITS, comma-separated. Default: all families.")
+        str | None, Option(help="METHOD or METHOD:BITS, comma-separated. Default: all families.")
     ] = None,
-    folder: Annotated[
-        Path | None, typer.Option("--out", help="Output folder. Default: quantkit-compare/MODEL.")
-    ] = None,
+    folder: Annotated[Path | None, Option("--out", help="Output folder. Default: quantkit-compare/MODEL.")] = None,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
     calibration: options.Calibration,
     recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision", "device"))],
@@ -70,16 +68,14 @@ def _compare(recipe: CompareRecipe, transpose: bool | None, notes: bool, json: P
 def run(
     recipe: Annotated[
         Path,
-        typer.Argument(help="YAML recipe: one with `models` sweeps, one with `variants` compares, others convert."),
+        Argument(help="YAML recipe: `models` in it start a sweep, `variants` a comparison, else it converts."),
     ],
     *,
-    folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: the recipe's.")] = None,
-    executor: Annotated[
-        Literal["local", "ray"], typer.Option(help="Of a sweep: local, or ray for the machines of a Ray cluster.")
-    ] = "local",
-    address: Annotated[str, typer.Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
-    processes: Annotated[int, typer.Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
-    device: Annotated[str | None, typer.Option(help=f"{DEVICE}. Default: the recipe's, or auto.")] = None,
+    folder: Annotated[Path | None, Option("--out", help="Output folder. Default: the recipe's.")] = None,
+    executor: Annotated[Literal["local", "ray"], Option(help="Of a sweep: local, or ray for a Ray cluster.")] = "local",
+    address: Annotated[str, Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
+    processes: Annotated[int, Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
+    device: Annotated[str | None, Option(help=f"{DEVICE}. Default: the recipe's, or auto.")] = None,
     force: options.Force = False,
     transpose: options.Transpose = None,
     notes: options.Notes = False,
@@ -130,7 +126,7 @@ def _sweep(
         raise SweepError(f"{len(failed)} tasks failed: {'; '.join(failed)}")
 
 
-def sweep_task(folder: Annotated[Path, typer.Argument(help="The task's folder.")]) -> None:
+def sweep_task(folder: Annotated[Path, Argument(help="The task's folder.")]) -> None:
     """Run one task of a sweep."""
     from quantkit.comparison.tasks import run_task
 
@@ -139,7 +135,7 @@ def sweep_task(folder: Annotated[Path, typer.Argument(help="The task's folder.")
         run_task(folder, progress)
 
 
-def status(folder: Annotated[Path, typer.Argument(help="The output folder of a sweep.")]) -> None:
+def status(folder: Annotated[Path, Argument(help="The output folder of a sweep.")]) -> None:
     """Show the status, run time and peak memory of a sweep's tasks."""
     from quantkit.comparison.tasks import read_tasks
 
@@ -149,7 +145,7 @@ def status(folder: Annotated[Path, typer.Argument(help="The output folder of a s
 
 Places = Annotated[
     list[str],
-    typer.Argument(
+    Argument(
         metavar="[LABEL=]PATH ...",
         help="Folders of comparisons, their table.json, or reports; LABEL names the machine.",
     ),
@@ -159,9 +155,7 @@ Places = Annotated[
 def table(
     places: Places,
     *,
-    folder: Annotated[
-        Path | None, typer.Option("--out", help="Write table.md, .csv, .json and the picture there.")
-    ] = None,
+    folder: Annotated[Path | None, Option("--out", help="Folder for table.md, .csv, .json and the picture.")] = None,
     transpose: options.Transpose = None,
     notes: options.Notes = False,
     json: options.Json = None,
@@ -181,14 +175,12 @@ def table(
 def report(
     places: Places,
     *,
-    page: Annotated[
-        Path, typer.Option("--out", dir_okay=False, callback=writable(".html"), help="The page to write.")
-    ] = Path("report.html"),
-    max_kld: Annotated[
-        float, typer.Option(min=0, help="Name the smallest copy with at most this divergence, in nats.")
-    ] = 0.1,
+    page: Annotated[Path, Option("--out", dir_okay=False, callback=writable(".html"), help="Page to write.")] = Path(
+        "report.html"
+    ),
+    max_kld: Annotated[float, Option(min=0, help="Name the smallest copy within this KLD, in nats.")] = 0.1,
     max_size: Annotated[
-        str | None, typer.Option(help="Name the best copy of at most this size, such as 90MB. Default: 1/3 of float16.")
+        str | None, Option(help="Name the best copy within this size, such as 90MB. Default: a third of float16.")
     ] = None,
     json: options.Json = None,
 ) -> None:

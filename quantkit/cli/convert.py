@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from quantkit.cli import options as shared
 from quantkit.cli import progress
@@ -41,7 +41,7 @@ def convert(
     *,
     recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision"))],
     adapter: shared.Adapters = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
+    folder: Annotated[Path | None, Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
     force: shared.Force = False,
     calibration: shared.Calibration,
     resources: Annotated[Values, Fields(ResourceSpec)],

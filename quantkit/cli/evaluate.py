@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.cli import options
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from quantkit.report.records import Report
 
 Result = TypeVar("Result")
-Card = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
-Source = Annotated[str | None, typer.Option("--source", help="Model that the artifact was made from, if not found.")]
+Card = Annotated[bool, Option("--card", help="Also put the result into the artifact's README.md.")]
+Source = Annotated[str | None, Option("--source", help="Model that the artifact was made from, if not found.")]
 Memory = Annotated[Values, Fields(MemoryLimits)]
 PERPLEXITY = ("perplexity",)
 
@@ -41,7 +42,7 @@ def eval_ppl(
     card: Card = False,
     source: Source = None,
     cross_check: Annotated[
-        bool, typer.Option("--cross-check", help="Also evaluate with our own reader; exit code 1 if the two disagree.")
+        bool, Option("--cross-check", help="Compare with our own reader; exit code 1 if they disagree.")
     ] = False,
     dry_run: options.DryRun = False,
     json: options.Json = None,
@@ -144,14 +145,12 @@ def _forecast(model: ModelRef, json: Path | None, settings: Values) -> None:
 def eval_tasks(
     artifact: options.ArtifactOrModel,
     *,
-    tasks: Annotated[str, typer.Option(help="Tasks of lm-evaluation-harness, comma-separated.")],
-    include: Annotated[
-        Path | None, typer.Option(help="Folder with further task definitions; the functions they name are run.")
-    ] = None,
-    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question. Default: the task's.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Samples of each task. Default: all.")] = None,
-    chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask in the model's chat template.")] = False,
-    n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
+    tasks: Annotated[str, Option(help="Tasks of lm-evaluation-harness, comma-separated.")],
+    include: Annotated[Path | None, Option(help="Folder with more task definitions; their functions are run.")] = None,
+    num_fewshot: Annotated[int | None, Option(help="Examples before each question. Default: the task's.")] = None,
+    limit: Annotated[int | None, Option(help="Samples of each task. Default: all.")] = None,
+    chat_template: Annotated[bool, Option("--chat-template", help="Ask in the model's chat template.")] = False,
+    n_ctx: Annotated[int | None, Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
     engine: options.Engine,
     revision: options.Revision = None,
     adapter: options.Adapters = None,
@@ -185,7 +184,7 @@ def eval_tasks(
 
 def cache(
     *,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove everything that no process uses now.")] = False,
+    clear: Annotated[bool, Option("--clear", help="Remove everything that no process uses now.")] = False,
     json: options.Json = None,
 ) -> None:
     """List cached baselines of source models and interrupted evaluations."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.cli import options
@@ -20,9 +20,9 @@ WIDEST = 200  # characters of a key's value that are shown
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Artifact folder, or a GGUF file of any tool.")],
+    path: Annotated[Path, Argument(help="Artifact folder, or a GGUF file of any tool.")],
     *,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Of a GGUF file, also list every tensor.")] = False,
+    tensors: Annotated[bool, Option("--tensors", help="Of a GGUF file, also list every tensor.")] = False,
     json: options.Json = None,
 ) -> None:
     """Show what an artifact is: recipe, size, types, notes; of a GGUF file, its keys, types and tensors."""
@@ -112,7 +112,7 @@ def methods(*, json: options.Json = None) -> None:
 def imatrix(
     model: options.Model,
     *,
-    to: Annotated[Path, typer.Option("--out", help="The file to write, such as model.imatrix.gguf.")],
+    to: Annotated[Path, Option("--out", help="The file to write, such as model.imatrix.gguf.")],
     adapter: options.Adapters = None,
     calibration: options.Calibration,
     recipe: Annotated[Values, Fields(ConvertRecipe, ("seed", "revision"))],
@@ -130,16 +130,14 @@ def imatrix(
 
 
 def import_file(
-    path: Annotated[Path, typer.Argument(help="A GGUF file; of a split model the first.", exists=True, dir_okay=False)],
+    path: Annotated[Path, Argument(help="A GGUF file; of a split model the first.", exists=True, dir_okay=False)],
     *,
-    to: Annotated[Path, typer.Option("--out", help="Output folder.")],
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16, or float32 (exact).")] = "float16",
+    to: Annotated[Path, Option("--out", help="Output folder.")],
+    dtype: Annotated[str, Option(help="float16, bfloat16, or float32 (exact).")] = "float16",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder with the source's tokenizer, instead of the file's.", exists=True)
+        Path | None, Option(help="Folder with a tokenizer instead of the file's.", exists=True)
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="The source's config.json, instead of the file's keys.", exists=True)
-    ] = None,
+    config: Annotated[Path | None, Option(help="A config.json instead of the file's keys.", exists=True)] = None,
     force: options.Force = False,
 ) -> None:
     """Write a GGUF file as a Hugging Face checkpoint, dequantized."""

@@ -21,6 +21,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from quantkit.artifact import MANIFEST, Artifact
@@ -72,7 +73,7 @@ class Fields:
             text = " ".join(f"{part[:1].upper()}{part[1:]}." for part in (info.description or "").split("; "))
             if self.unset and (own := info.get_default(call_default_factory=True)) is not None:
                 text += f" Default: {str(own).lower() if kind is bool else own}."
-            option = typer.Option(
+            option = Option(
                 ... if info.is_required() else default, f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
                 help=text, rich_help_panel=self.panel, parser=parser,
             )  # fmt: skip
@@ -123,8 +124,8 @@ def _value(text: str) -> Any:
 
 def _loudness(
     *,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the result.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print what libraries say, too.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Print nothing but the result.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Print what libraries say, too.")] = False,
 ) -> None: ...
 
 
@@ -194,28 +195,24 @@ def writable(suffix: str) -> Callable[[Path | None], Path | None]:
     return check
 
 
-Model = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, safetensors or GGUF file, or 'demo' (135M).")]
-ArtifactOrModel = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Artifact folder, or a model to evaluate unquantized.")
-]
-ArtifactFolder = Annotated[Path, typer.Argument(help="Artifact folder.")]
+Model = Annotated[str, Argument(help="Hub id, checkpoint folder, safetensors or GGUF file, or 'demo' (135M).")]
+ArtifactOrModel = Annotated[str, Argument(metavar="MODEL", help="Artifact folder, or a model to use unquantized.")]
+ArtifactFolder = Annotated[Path, Argument(help="Artifact folder.")]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=writable(".json"), help="Write the result as JSON to this file."),
+    Option("--json", dir_okay=False, callback=writable(".json"), help="Write the result as JSON to this file."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Forecast memory, disk and time; leave no file.")]
+Force = Annotated[bool, Option("--force", help="Replace an existing artifact.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Forecast memory, disk and time; leave no file.")]
 Transpose = Annotated[
     bool | None,
-    typer.Option("--transpose/--no-transpose", help="One row for each variant. Default: if columns do not fit."),
+    Option("--transpose/--no-transpose", help="One row a variant. Default: if columns do not fit."),
 ]
-Notes = Annotated[bool, typer.Option("--notes", help="Print all notes of the table in full.")]
-Revision = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
+Notes = Annotated[bool, Option("--notes", help="Print all notes of the table in full.")]
+Revision = Annotated[str | None, Option(help="Revision of a hub model.")]
 Adapters = Annotated[
     list[str] | None,
-    typer.Option(
-        "--adapter", metavar="FOLDER", help="LoRA adapter to merge into the model first. Repeat it to merge several."
-    ),
+    Option("--adapter", metavar="FOLDER", help="LoRA adapter to merge into the model first; repeatable."),
 ]
 Calibration = Annotated[Values, Fields(CalibrationSpec, prefix="calibration_")]
 Engine = Annotated[Values, Fields(EngineSpec)]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from quantkit.cli import options
 from quantkit.cli.options import save, say, say_notes
@@ -17,22 +17,17 @@ from quantkit.system.sizes import megabytes
 def push(
     artifact: options.ArtifactFolder,
     *,
-    repo: Annotated[str, typer.Option(help="Repository on the Hugging Face Hub, as user/name.")],
-    create: Annotated[bool, typer.Option("--create", help="Make the repository where there is none.")] = False,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make it a private one; one that is public is refused.")
-    ] = False,
+    repo: Annotated[str, Option(help="Repository on the Hugging Face Hub, as user/name.")],
+    create: Annotated[bool, Option("--create", help="Make the repository if it is missing.")] = False,
+    private: Annotated[bool, Option("--private", help="Make it private; refuse a public one.")] = False,
     base_model: Annotated[
-        str | None, typer.Option(help="The source's name on the hub, where it was a folder, as user/name.")
+        str | None, Option(help="The source's name on the hub, as user/name, if it was a folder.")
     ] = None,
     results: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Report of eval-tasks (--json), for scores on registered benchmarks. Give it again for more.",
-        ),
+        Option(metavar="FILE", help="Report of eval-tasks (--json), for scores on registered benchmarks; repeatable."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would go; ask no network.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="List what would go; ask no network.")] = False,
     json: options.Json = None,
 ) -> None:
     """Put an artifact on the Hugging Face Hub, with its card; the same command goes on after a failure."""

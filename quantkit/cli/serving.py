@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from quantkit.cli import options
 from quantkit.cli.evaluate import model_ref
@@ -33,24 +34,20 @@ def bench(
     ctx: typer.Context,
     artifact: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Artifact folder or a model, measured in process. Or give --endpoint."),
+        Argument(metavar="MODEL", help="Artifact folder or model, if no --endpoint is given."),
     ] = None,
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("threads",))],
     engine: options.Engine,
     revision: options.Revision = None,
     adapter: options.Adapters = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="A server of OpenAI's API instead, such as http://127.0.0.1:8000/v1.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name at the endpoint.")] = None,
+    endpoint: Annotated[str | None, Option(help="Server with OpenAI's API, such as http://127.0.0.1:8000/v1.")] = None,
+    model: Annotated[str | None, Option(help="The model's name at the endpoint.")] = None,
     api: Annotated[
-        Literal["completions", "chat"], typer.Option(help="completions, or chat with the server's chat template.")
+        Literal["completions", "chat"], Option(help="completions, or chat with its template.")
     ] = "completions",
-    api_key_env: Annotated[
-        str | None, typer.Option("--api-key-env", help="Environment variable that holds the endpoint's key.")
-    ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
+    api_key_env: Annotated[str | None, Option(help="Environment variable with the endpoint's key.")] = None,
+    prompts: Annotated[Path | None, Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
     settings: Annotated[Values, Fields(LoadTestSpec)],
     notes: options.Notes = False,
     json: options.Json = None,
@@ -137,7 +134,7 @@ def serve(
     artifact: options.ArtifactOrModel,
     *,
     settings: Annotated[Values, Fields(ServeSpec)],
-    print_only: Annotated[bool, typer.Option("--print", help="Only show the command.")] = False,
+    print_only: Annotated[bool, Option("--print", help="Only show the command.")] = False,
 ) -> None:
     """Start an engine's own OpenAI-compatible server for an artifact, and wait."""
     from quantkit.serving.launch import serving, wait
