@@ -24,7 +24,7 @@ Raised = type[QuantkitError]
 
 MOST_JSON = 1 << 28  # bytes; the largest tokenizer.json that is published has some 35 MB
 MOST_YAML = 1 << 20  # bytes of a recipe or of a model card's head
-MOST_NODES = 100_000  # values of a YAML text, all that an alias stands for included: bytes must not become gigabytes
+MOST_NODES = 100_000  # values of a YAML text with its aliases expanded: bytes must not become gigabytes
 LARGEST_NAME = 4096  # characters of a path
 DEEPEST = 64  # levels of lists and mappings in a configuration
 LONGEST_VALUE = 120  # characters of a value that a message repeats
@@ -32,9 +32,9 @@ LONGEST_VALUE = 120  # characters of a value that a message repeats
 
 @contextmanager
 def reraise_as(what: str, error: Raised, fix: str = "") -> Iterator[None]:
-    """Raise `error`, ``WHAT: reason. FIX``, for whatever is raised inside.
+    """Raise `error`, ``WHAT: reason. FIX``, for any exception inside.
 
-    Errors of ours and interruptions pass; running out of memory becomes a ResourceError.
+    Our own errors and interruptions pass; running out of memory becomes a ResourceError.
     """
     try:
         yield
@@ -51,7 +51,7 @@ told = reraise_as  # its old name, until all callers have the new one
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Let nothing reach the standard error: a panic of a Rust library prints itself, before it is an exception."""
+    """Silence standard error: a panic of a Rust library prints itself before it becomes an exception."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -64,7 +64,7 @@ def silenced() -> Iterator[None]:
 
 
 def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON) -> str:
-    """The text of a UTF-8 file of at most `most` bytes; raises `error`."""
+    """Read a UTF-8 file of at most `most` bytes; raises `error`."""
     with reraise_as(f"{path} cannot be read", error, fix):
         size = path.stat().st_size
         if size > most:
@@ -77,19 +77,19 @@ def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON)
 
 
 def parse_json(text: str | bytes, what: str, error: Raised, fix: str = "") -> Any:
-    """The value of a JSON text; raises `error`."""
+    """Parse a JSON text; raises `error`."""
     with reraise_as(f"{what} is not valid JSON", error, fix):
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return _without_halves(json.loads(text), text)
 
 
 def read_json(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> Any:
-    """The value in a JSON file; raises `error`."""
+    """Parse a JSON file; raises `error`."""
     return parse_json(read_text(path, error, fix, most), str(path), error, fix)
 
 
 def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> dict[str, Any]:
-    """The object in a JSON file, not nested deeper than a configuration can be; raises `error`."""
+    """Parse a JSON file that holds an object, nested no deeper than a configuration; raises `error`."""
     values = read_json(path, error, fix, most)
     if not isinstance(values, dict):
         raise error(f"{path} holds no object of keys and values. {fix}".rstrip())
@@ -99,7 +99,7 @@ def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON)
 
 
 def depth_exceeds(value: Any, most: int) -> bool:
-    """Whether lists and mappings are nested deeper than `most` levels."""
+    """Return whether lists and mappings are nested deeper than `most` levels."""
     level = [value]
     for _ in range(most + 1):
         held = [item for item in level if isinstance(item, dict | list)]
@@ -108,7 +108,7 @@ def depth_exceeds(value: Any, most: int) -> bool:
 
 
 def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool = False) -> Any:
-    """The value of a YAML text, with `plain` every scalar as the string that is written; raises `error`."""
+    """Parse a YAML text, with `plain` all scalars as strings; raises `error`."""
     import yaml
 
     if len(text) > MOST_YAML:
@@ -124,7 +124,7 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
 
 
 def _without_halves(value: Any, text: str) -> Any:
-    """The value; raises ValueError where `text` escapes half of a character, which no UTF-8 file can hold."""
+    """Return `value`; raise ValueError if `text` escapes half of a character, which UTF-8 cannot hold."""
     if re.search(r"\\(?:u|U0000)[dD][89a-fA-F]", text):
         try:
             json.dumps(value, ensure_ascii=False, default=str).encode()
@@ -134,7 +134,7 @@ def _without_halves(value: Any, text: str) -> Any:
 
 
 def _count_nodes(node: Any, known: dict[int, float]) -> float:
-    """How many values a node of YAML stands for; without end where it holds itself."""
+    """Count the values that a YAML node expands to; infinite if it contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf  # until all inside is counted
         inner = node.value if isinstance(node.value, list) else ()
@@ -144,7 +144,7 @@ def _count_nodes(node: Any, known: dict[int, float]) -> float:
 
 
 def path_of(text: str | Path, error: Raised) -> Path:
-    """A path as a user writes it, with ``~`` for a home folder; raises `error` for what cannot be one."""
+    """Return a user's path, with ``~`` for a home folder; raise `error` for an impossible one."""
     name = str(text)
     if "\0" in name or len(name) > LARGEST_NAME:
         raise error(f"{name[:80]!r} cannot be the name of a file or folder")
@@ -157,7 +157,7 @@ def path_of(text: str | Path, error: Raised) -> Path:
 
 
 def inside(folder: Path, path: Path) -> bool:
-    """Whether `path`, with its links followed, lies in `folder`, or in the store that a hub cache links into."""
+    """Return whether `path`, with links followed, is in `folder`, or in the store that a hub cache links into."""
     try:
         real, root = path.resolve(), folder.resolve()
     except (RuntimeError, OSError):  # links in a circle
@@ -169,7 +169,7 @@ def inside(folder: Path, path: Path) -> bool:
 
 
 def whole_number(values: Mapping[str, Any], key: str, least: int, most: int, where: str, error: Raised) -> int | None:
-    """The whole number at `key`, None where there is none; raises `error` for another kind or one out of range."""
+    """Return the whole number at `key`, or None; raise `error` for another type or a number out of range."""
     value = values.get(key)
     if value is None:
         return None
@@ -179,7 +179,7 @@ def whole_number(values: Mapping[str, Any], key: str, least: int, most: int, whe
 
 
 def shown(value: object) -> str:
-    """A user's value as a message repeats it: on one line, and short."""
+    """Return a user's value for a message: short, on one line."""
     try:
         return one_line(_SHORT.repr(value), LONGEST_VALUE)
     except ValueError:  # Python writes no number of more than 4,300 digits

@@ -60,7 +60,7 @@ def convert(
     from quantkit.models.config import leave_torch_out
 
     if dry_run:
-        refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
+        refuse_ranks("a forecast runs in one process; each of several takes about the same memory")
     named = {"method": recipe.pop("method"), "bits": recipe.pop("bits", None)}
     settings = {**recipe, **options, **resources, "adapters": adapter or ()}
     asked, limits = recipe_of(model, calibration=calibration, settings=settings, **named)

@@ -1,6 +1,6 @@
 """What the commands share: options made from the fields of records, and how results are printed and saved.
 
-A parameter annotated with `Fields` stands for one option for each field of a record, with the field's name, type,
+A parameter annotated with `Fields` becomes one option for each field of a record, with the field's name, type,
 default and description. The command gets a dict of the given values.
 """
 

@@ -241,9 +241,9 @@ class Comparison:
             else:
                 by_block.append(f"{label} (whole: {need.words})")
         if whole:
-            yield f"judged whole: {', '.join(whole)}"
+            yield f"evaluated whole: {', '.join(whole)}"
         if by_block:
-            yield f"judged block by block, since memory is short for all of it: {', '.join(by_block)}"
+            yield f"evaluated block by block, since memory is short for the whole: {', '.join(by_block)}"
 
     def cost_of(self, job: Job) -> tuple[str, float]:
         """Return the kind of a conversion, and its cost in evaluations of a variant."""

@@ -54,7 +54,7 @@ FIXES = {
     404: "The repository is not there, or the token may not see it. --create makes it.",
     409: "Somebody else changes it at this moment. Push again.",
 }
-GO_ON = "The same command goes on where it was."
+GO_ON = "The same command continues where it was."
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str
     text = read_text(artifact.folder / CARD, ArtifactError, most=MOST_CARD)
     head, metadata = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL), front_matter(text)
     if head is None or not metadata:
-        raise ArtifactError(f"{artifact.folder / CARD} has no head with metadata. Convert again with --force.")
+        raise ArtifactError(f"{artifact.folder / CARD} has no front matter. Convert again with --force.")
     notes = []
     recipe, source = artifact.manifest.recipe, artifact.manifest.source
     known = base_model or (source.model if source.revision is not None else None)
@@ -195,7 +195,7 @@ def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str
     lines = [made] if made.isprintable() and "`" not in made else []
     lines += [fetch, "quantkit verify FOLDER", "quantkit eval-ppl FOLDER"]
     lines += ["quantkit serve FOLDER"] if server_of(artifact.manifest.format) else []
-    words = "What made it, and what fetches, checks, judges and serves it:"
+    words = "The commands to make, fetch, check, evaluate and serve it:"
     section = "\n".join(["## Commands", "", words, "", "```bash", *lines, "```", ""])
     body = text[head.end() :].replace(HERE, f"`{fetch}` fetches it.", 1)
     body = body.replace(NEXT, f"\n{section}{NEXT}", 1) if NEXT in body else f"{body.rstrip()}\n\n{section}"
@@ -221,7 +221,7 @@ def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Prog
     """Send the files of a plan; raises HubError."""
     api = HfApi(token=token, library_name="quantkit")
     with _reraised(f"{plan.repo} cannot be pushed to", token), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of each other, and the hub's advice on a card
+        warnings.simplefilter("ignore")  # warnings of libraries, and the hub's advice on a card
         if create:
             api.create_repo(plan.repo, private=private or None, exist_ok=True)
         info = api.repo_info(plan.repo)

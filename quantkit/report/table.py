@@ -197,7 +197,7 @@ class Table:
                 one, there = first.setdefault((field, among), (value, place))
                 if one != value:
                     raise ReportError(
-                        f"{there} and {place} cannot stand in one table: their {field} differs ({one} and {value}). "
+                        f"{there} and {place} cannot be in one table: their {field} differs ({one} and {value}). "
                         "Evaluate both in the same way."
                     )
 

@@ -68,7 +68,7 @@ def prompts_of(path: Path) -> tuple[str, ...]:
 def run_load_test(
     endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] = PROMPTS, progress: Progress | None = None
 ) -> LoadReport:
-    """Put the endpoint under load and report. It ends on time, whatever the server does."""
+    """Send requests to the endpoint and report. It always ends on time."""
     return asyncio.run(_Load(endpoint, spec, prompts, progress or Progress()).report())
 
 
@@ -98,7 +98,7 @@ class _Load:
         seconds = min(max(time.perf_counter() - self.begin, 1e-9), self.spec.duration)
         notes = []
         if any(a.kind == OK and a.new_tokens is None for a in self.answers):
-            notes.append("the server does not tell its count of tokens: each piece of text was taken for one")
+            notes.append("the server reports no count of tokens, so each piece of text counts as one")
         if self.waited:
             notes.append(f"{self.waited} requests found {self.limit} others open and waited; their wait counts")
         return LoadReport(

@@ -99,7 +99,7 @@ def test_a_comparison_tells_whose_steps_they_are(one_block, tmp_path, monkeypatc
     assert [row.split(":")[0] for row in rows] == ["bfloat16", "rtn-4"]
     device, first, *others = done.err.splitlines()
     assert device.startswith("device: "), done.err
-    assert first.startswith("judged whole: "), done.err
+    assert first.startswith("evaluated whole: "), done.err
     assert all(LINE.fullmatch(line) for line in others if line not in rows), done.err
     for part in ("rtn-4: rtn: rounding layers: ", "rtn-4: perplexity (llama.cpp): ", "bfloat16: speed at 1 thread: "):
         assert part in done.err, done.err
