@@ -76,7 +76,7 @@ def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
         except QuantkitError as error:
             task.state, task.reason = "failed", f"{type(error).__name__}: {error}"
     for task in tasks.values():
-        task.update(**(task.former() if task.state == "done" else {}))
+        task.update(**(task.earlier_run() if task.state == "done" else {}))
 
 
 def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[ReadyJob, Artifact | None]]) -> bool:

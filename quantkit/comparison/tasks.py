@@ -98,9 +98,9 @@ class Task(Strict, frozen=False):
             return f"{self.name}: done {cost}"
         if self.state == "failed":
             return f"{self.name}: failed: {self.why}"
-        return f"{self.name}: {self._life()} (process {self.pid} on {self.host}, log: {self.log})"
+        return f"{self.name}: {self._liveness()} (process {self.pid} on {self.host}, log: {self.log})"
 
-    def _life(self) -> str:
+    def _liveness(self) -> str:
         """Return whether its process lives: asked on this machine, guessed from the last sign of life on others."""
         try:
             process = psutil.Process(self.pid) if self.host == platform.node() else None
@@ -115,7 +115,7 @@ class Task(Strict, frozen=False):
             return f"running for {time.time() - self.began:.0f} s"
         return f"unknown: no sign of life for {silence:.0f} s"
 
-    def former(self) -> dict[str, Any]:
+    def earlier_run(self) -> dict[str, Any]:
         """Return how an earlier run completed the task; empty if none did."""
         with suppress(RecipeError):
             former = read_task(self.folder)

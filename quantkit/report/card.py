@@ -22,7 +22,7 @@ from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, Wei
 from quantkit.errors import ArtifactError, QuantkitError, SourceError
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
 from quantkit.report.records import Report
-from quantkit.report.table import Table, escaped
+from quantkit.report.table import Table, escape_markdown
 from quantkit.system.files import create, replace_text, sha256_of
 from quantkit.system.sizes import megabytes
 from quantkit.untrusted import MOST_YAML, inside, parse_yaml
@@ -96,7 +96,7 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
         **inherited,
     }
     text = (
-        templates(escaped, html=False)
+        templates(escape_markdown, html=False)
         .get_template("card.md")
         .render(
             m=manifest,
@@ -110,7 +110,6 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
 
 def templates(shown: Callable[[str], str], html: bool) -> Environment:
     """Return this folder's templates: values pass through `shown`, except our own Markup; unknown names are errors."""
-
     made = Environment(
         loader=PackageLoader("quantkit", "report"),
         autoescape=html,

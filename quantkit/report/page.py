@@ -22,7 +22,7 @@ from quantkit.errors import ArtifactError, one_line
 from quantkit.report.card import templates
 from quantkit.report.records import NAMES, Measurement, Report, noise_of
 from quantkit.report.statistics import HIGHER, best
-from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTILE, QUALITY, Table, labelled
+from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTILE, QUALITY, Table, split_label
 from quantkit.system.processor import threads
 from quantkit.system.sizes import megabytes
 
@@ -78,13 +78,13 @@ def page(
         "limit": f"{max_kld:g}",
         "answers": {model: answer(table, model, max_kld, max_bytes) for model in table.models},
         "server": server,
-        "data": plotted(table, places),
-        "csv": _packed(table.to_csv()),
+        "data": plot_data(table, places),
+        "csv": _data_url(table.to_csv()),
     }
-    whole = template.render(parts, notes=notes, json=_packed(table.to_json()))
+    whole = template.render(parts, notes=notes, json=_data_url(table.to_json()))
     if len(whole.encode()) <= MOST:
         return whole
-    return template.render(parts, notes=[*notes, WITHOUT_SUMS], json=_packed(_without_sums(table).to_json()))
+    return template.render(parts, notes=[*notes, WITHOUT_SUMS], json=_data_url(_without_sums(table).to_json()))
 
 
 def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str]]:
@@ -95,7 +95,7 @@ def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str
     found: dict[str, Artifact] = {}
     remarks = []
     for place in places:
-        path = labelled(place)[1]
+        path = split_label(place)[1]
         root = path if path.is_dir() else path.parent
         for pattern in (f"artifacts/*/{MANIFEST}", f"models/*/artifacts/*/{MANIFEST}"):
             for manifest in sorted(root.glob(pattern)):
@@ -112,7 +112,7 @@ def environment() -> Environment:
     made = templates(lambda text: one_line(text, LONGEST), html=True)
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     made.globals |= {"EMPTY": EMPTY, "LEGEND": LEGEND, "PERCENTILE": PERCENTILE, "STEPS": STEPS}
-    made.globals |= {"divergence": divergence, "fixed": "{:z.4f}".format, "short": short}
+    made.globals |= {"divergence": divergence, "fixed": "{:z.4f}".format, "in_words": in_words}
     made.filters |= {"code": _code, "yaml": lambda value: yaml.safe_dump(value, sort_keys=False, width=100)}
     return made
 
@@ -127,7 +127,7 @@ def _hash(inside: str) -> str:
     return base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
 
 
-def _packed(content: str) -> Markup:
+def _data_url(content: str) -> Markup:
     """Return a data URL of `content`, gzipped."""
     packed = gzip.compress(content.encode("utf-8", "backslashreplace"), mtime=0)
     return Markup(f"data:application/gzip;base64,{base64.b64encode(packed).decode()}")
@@ -142,7 +142,7 @@ def _without_sums(table: Table) -> Table:
     return Table(tuple(reports), table.machines)
 
 
-def short(m: Measurement) -> str:
+def in_words(m: Measurement) -> str:
     """Return a figure for a sentence."""
     if m.name == "weight_bytes":
         return megabytes(m.value)
@@ -179,7 +179,7 @@ def answer(table: Table, model: str, max_kld: float, max_bytes: float | None) ->
     name = next((name for name in ("kld", *QUALITY) if any(report.find(name) for report in copies)), None)
     if name is None or not limit:
         return found
-    best_copy, sure = _first([r for r in copies if 0 < _value(r, "weight_bytes") <= limit], name)
+    best_copy, sure = _best_report([r for r in copies if 0 < _value(r, "weight_bytes") <= limit], name)
     against = []
     if best_copy is not None:
         if _value(best_copy, "kld") > max_kld:
@@ -200,14 +200,14 @@ def _fastest(table: Table, model: str) -> Iterator[tuple[str, Report, str, bool]
             timed = [name for name in names if name.startswith(prefix) and "@" in name]
             if timed:
                 name = max(timed, key=lambda name: (timed.count(name), int(name.rpartition("@")[2])))
-                report, sure = _first(copies, name)
+                report, sure = _best_report(copies, name)
                 if report is not None:
                     speed = f"{_value(report, name):.3g} {unit} @ {threads(int(name.rpartition('@')[2]))}"
                     yield part.machine, report, speed, sure
                 break
 
 
-def _first(reports: Sequence[Report], name: str) -> tuple[Report | None, bool]:
+def _best_report(reports: Sequence[Report], name: str) -> tuple[Report | None, bool]:
     """Return the report with the best figure, and whether it is alone or the best beyond the error."""
     having = [(report, figure) for report in reports if (figure := report.find(name)) is not None]
     if not having:
@@ -254,7 +254,7 @@ def histogram(values: Sequence[float]) -> dict[str, Any]:
     return {"bars": bars, "low": f"{low:.3g}", "high": f"{high:.3g}", "label": label, "wide": WIDTH, "tall": HEIGHT}
 
 
-def plotted(table: Table, places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def plot_data(table: Table, places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     """Return the picture's data: the axes, the points with standard errors, and the noise floors."""
 
     def line(name: str) -> str:

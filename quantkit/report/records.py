@@ -200,10 +200,10 @@ def noise_of(reports: Iterable[Report]) -> tuple[float, str]:
 
 def read_report(path: Path) -> Report:
     """Read a report's JSON; raises ReportError."""
-    return report_of(read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
+    return parse_report(read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
 
 
-def report_of(values: object, where: str) -> Report:
+def parse_report(values: object, where: str) -> Report:
     """Parse a report's JSON values; raises ReportError for damaged values or figures that are not finite."""
     if not isinstance(values, dict):
         raise ReportError(f"{where} holds no report. {AGAIN}")

@@ -25,12 +25,12 @@ class Grid:
     cells: list[list[str]]
     marked: frozenset[tuple[int, int]]
 
-    def turned(self) -> Grid:
+    def transposed(self) -> Grid:
         cells = [[row[i] for row in self.cells] for i in range(len(self.headers))]
         return Grid(self.headers, self.names, cells, frozenset((j, i) for i, j in self.marked))
 
     def cell(self, row: int, column: int) -> Text:
-        text = plain(self.cells[row][column])
+        text = plain_text(self.cells[row][column])
         if (row, column) in self.marked:
             return Text(f"{text}{MARK}", style="bold")
         return text + "  " if any(column == other for _, other in self.marked) else text
@@ -40,20 +40,20 @@ class Grid:
         return max(self.cell(row, column).cell_len for row in range(len(self.names)))
 
 
-def plain(text: str) -> Text:
+def plain_text(text: str) -> Text:
     """Return a line without characters that steer the terminal."""
     return Text(one_line(text, LONGEST))
 
 
-def drawn(grid: Grid, title: str, width: int, transpose: bool | None = None) -> Group:
+def draw_grid(grid: Grid, title: str, width: int, transpose: bool | None = None) -> Group:
     """Draw the grid for a screen of `width` columns; with `transpose` None, transpose it if columns do not fit.
 
     Columns that do not fit either way go into further tables.
     """
-    headers = [str(plain(header)) for header in grid.headers]
+    headers = [str(plain_text(header)) for header in grid.headers]
     if transpose or (transpose is None and len(list(_parts(grid, headers, width))) > 1):
-        grid = grid.turned()
-        headers = [_folded(str(plain(header)), grid.width(i)) for i, header in enumerate(grid.headers)]
+        grid = grid.transposed()
+        headers = [_folded(str(plain_text(header)), grid.width(i)) for i, header in enumerate(grid.headers)]
     return Group(*_tables(grid, headers, width, title))
 
 
@@ -79,10 +79,10 @@ def _parts(grid: Grid, headers: Sequence[str], width: int) -> Iterator[range]:
 
 def _tables(grid: Grid, headers: Sequence[str], width: int, title: str) -> Iterator[rich.table.Table]:
     for part in _parts(grid, headers, width):
-        made = rich.table.Table(title=plain(title) if part.start == 0 else None, title_justify="left")
+        made = rich.table.Table(title=plain_text(title) if part.start == 0 else None, title_justify="left")
         made.add_column("", no_wrap=True)
         for column in part:
             made.add_column(Text(headers[column]), justify="right", no_wrap=True, vertical="bottom")
         for row, name in enumerate(grid.names):
-            made.add_row(plain(name), *(grid.cell(row, column) for column in part))
+            made.add_row(plain_text(name), *(grid.cell(row, column) for column in part))
         yield made

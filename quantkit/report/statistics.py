@@ -55,14 +55,14 @@ def _better(one: Measurement, other: Measurement) -> bool:
     if one.sums and len(one.sums) == len(other.sums) and one.n == other.n:
         count = len(one.sums)
         mean, error = mean_and_error(np.array(one.sums) - np.array(other.sums))
-        return gain > 0 and count >= LEAST and abs(mean) > quantile(count - 1) * error
+        return gain > 0 and count >= LEAST and abs(mean) > student_t(count - 1) * error
     if one.stderr is None or other.stderr is None:
         return False
     repeats = min(one.n or 0, other.n or 0)
-    return repeats >= LEAST and gain > quantile(repeats - 1) * math.hypot(one.stderr, other.stderr)
+    return repeats >= LEAST and gain > student_t(repeats - 1) * math.hypot(one.stderr, other.stderr)
 
 
-def quantile(freedom: int) -> float:
+def student_t(freedom: int) -> float:
     """Return the two-sided quantile of Student's t for `freedom` degrees of freedom."""
     from scipy.special import stdtrit
 

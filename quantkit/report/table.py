@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Group
 
 from quantkit.errors import ReportError, one_line
-from quantkit.report.records import Measurement, Report, noise_of, report_of
-from quantkit.report.screen import Grid, drawn, plain
+from quantkit.report.records import Measurement, Report, noise_of, parse_report
+from quantkit.report.screen import Grid, draw_grid, plain_text
 from quantkit.report.statistics import best
 from quantkit.system.files import replace_text
 from quantkit.system.processor import threads
@@ -67,7 +67,7 @@ NOTES = {
 }
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return `text` on one line of Markdown, also for a table's cell: every reader shows it as it is."""
     return SPECIAL.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text, LONGEST))
 
@@ -152,7 +152,7 @@ def _is_quantized(report: Report) -> bool:
     return report.model.method is not None and (bits is None or bits.value < UNCOMPRESSED)
 
 
-def shared(report: Report, machine: str) -> Iterator[tuple[str, object, object]]:
+def shared_fields(report: Report, machine: str) -> Iterator[tuple[str, object, object]]:
     """Yield (field, the group of reports that must agree on it, its value) for all fields that figures depend on."""
     model, w, base = report.model.name, report.windows, report.baseline
     everywhere, part = "", (model, machine)
@@ -193,7 +193,7 @@ class Table:
         first: dict[tuple[str, object], tuple[object, str]] = {}
         for report, machine in self._placed:
             place = f"{report.model.label} of {report.model.name} on {machine}" if machine else report.model.label
-            for field, among, value in shared(report, machine):
+            for field, among, value in shared_fields(report, machine):
                 one, there = first.setdefault((field, among), (value, place))
                 if one != value:
                     raise ReportError(
@@ -273,7 +273,7 @@ class Table:
         engines: list[tuple[Report, str]] = []
         remarks: list[tuple[Report, str]] = []
         for part in self.parts:
-            for kind, line in _about(part.reports, full):
+            for kind, line in _how_measured(part.reports, full):
                 about.setdefault((kind, line), {})[part.model if kind == "model" else part.machine] = None
             for report in part.reports:
                 e, made = report.engine, report.model.notes
@@ -329,7 +329,7 @@ class Table:
             rows = self.rows(model)
             marked = frozenset((i, row.best) for i, row in enumerate(rows) if row.best is not None)
             grid = Grid([row.title for row in rows], self.columns, [list(row.cells) for row in rows], marked)
-            grids.append(drawn(grid, model, width, transpose))
+            grids.append(draw_grid(grid, model, width, transpose))
         return Group(*grids)
 
     def show(self, console: Console, *, transpose: bool | None = None, notes: bool = False) -> None:
@@ -337,7 +337,7 @@ class Table:
         console.print(self.drawn(console.width, transpose))
         lines = self.notes(full=True) if notes else [*self.notes(), MORE]
         for line in [*([f"* {LEGEND}"] if self._has_best else []), *lines]:
-            console.print(plain(line), style="dim", soft_wrap=not console.is_terminal)  # a log's lines stay whole
+            console.print(plain_text(line), style="dim", soft_wrap=not console.is_terminal)  # a log's lines stay whole
 
     @property
     def _has_best(self) -> bool:
@@ -345,18 +345,24 @@ class Table:
 
     def to_markdown(self) -> str:
         """Return GitHub Markdown, with full notes below a fold; the best copy of a row is bold."""
+
+        def line(cells: Iterable[str]) -> str:
+            return f"| {' | '.join(cells)} |"
+
         lines = [
-            "| Model | Measure | " + " | ".join(map(escaped, self.columns)) + " |",
+            line(["Model", "Measure", *map(escape_markdown, self.columns)]),
             "|---|---|" + "---:|" * len(self.columns),
         ]
         for model in self.models:
             for row in self.rows(model):
-                cells = [f"**{escaped(c)}**" if row.best == i else escaped(c) for i, c in enumerate(row.cells)]
-                lines.append(f"| {escaped(model)} | {escaped(row.title)} | " + " | ".join(cells) + " |")
-        lines += ["", *(f"- {escaped(note)}" for note in self.notes())]
+                cells = [escape_markdown(cell) for cell in row.cells]
+                if row.best is not None:
+                    cells[row.best] = f"**{cells[row.best]}**"
+                lines.append(line([escape_markdown(model), escape_markdown(row.title), *cells]))
+        lines += ["", *(f"- {escape_markdown(note)}" for note in self.notes())]
         lines += [f"- **Bold**: {LEGEND}"] if self._has_best else []
         lines += ["", "<details><summary>Notes in full</summary>", ""]
-        lines += [*(f"- {escaped(note)}" for note in self.notes(full=True)), "", "</details>"]
+        lines += [*(f"- {escape_markdown(note)}" for note in self.notes(full=True)), "", "</details>"]
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
@@ -382,7 +388,7 @@ class Table:
         return json.dumps({"parts": parts} if self.machines else parts[0], indent=2) + "\n"
 
 
-def _about(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
+def _how_measured(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
     """Yield ("model" or "machine", a line about it): how reports of one model and machine were measured."""
     one, w = reports[0], reports[0].windows
     names = {m.name.partition("@")[0] for report in reports for m in report.measurements}
@@ -439,7 +445,7 @@ def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
     """Read the tables at places: ``PATH`` or ``LABEL=PATH`` of a file, or of a folder with table.json."""
     found: list[tuple[str | None, Table]] = []
     for place in places:
-        label, path = labelled(place)
+        label, path = split_label(place)
         if path.is_dir() and not (path / TABLE).is_file():
             raise ReportError(f"the folder {path} holds no {TABLE}. Give a folder that quantkit compare has written.")
         tables = read_tables(path / TABLE if path.is_dir() else path)
@@ -453,7 +459,7 @@ def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
     return found
 
 
-def labelled(place: str) -> tuple[str | None, Path]:
+def split_label(place: str) -> tuple[str | None, Path]:
     """Split ``LABEL=PATH`` or ``PATH`` into label, if any, and path; raises ReportError."""
     label, equals, rest = place.partition("=")
     path = path_of(place, ReportError)
@@ -479,7 +485,7 @@ def read_tables(path: Path) -> list[tuple[str | None, Table]]:
             raise ReportError(f"{path} is no table of quantkit: it holds no reports")
         if machine is not None and not (isinstance(machine, str) and 0 < len(machine) <= LARGEST_NAME):
             raise ReportError(f"{path} is no table of quantkit: a machine's label is no short text")
-        found.append((machine, Table(tuple(report_of(value, str(path)) for value in reports))))
+        found.append((machine, Table(tuple(parse_report(value, str(path)) for value in reports))))
     return found
 
 

@@ -122,7 +122,7 @@ def start(variables: dict[str, str]) -> None:
     """Start a server, which imports in the background."""
     if sys.platform == "linux":
         with _lock:
-            _serving(variables)
+            _running_server(variables)
 
 
 def fork(module: str, arguments: list[str], events: int, log: int, variables: dict[str, str]) -> Forked | None:
@@ -134,10 +134,10 @@ def fork(module: str, arguments: list[str], events: int, log: int, variables: di
         return None
     request = {"module": module, "arguments": arguments, "variables": variables, "folder": str(Path.cwd())}
     with _lock:
-        return _serving(variables).fork(request, [events, log])
+        return _running_server(variables).fork(request, [events, log])
 
 
-def _serving(variables: dict[str, str]) -> Server:
+def _running_server(variables: dict[str, str]) -> Server:
     global _server
     if _server is not None and not _server.serves(variables):
         _server.close()

@@ -17,7 +17,7 @@ from quantkit.cli.progress import progress_bars
 from quantkit.errors import SourceError
 from quantkit.report.card import END, front_matter, inherited_metadata
 from quantkit.report.records import ModelEntry
-from quantkit.report.table import Table, escaped
+from quantkit.report.table import Table, escape_markdown
 from quantkit.serving.servers import plan_server
 from quantkit.system.files import safe_name
 
@@ -35,7 +35,7 @@ def shown_text(markdown):
 
 @pytest.mark.parametrize("text", [NAME, "<!-- x -->", "![a](b)", "a\\|b\u2028c \\<b>", "x" * 10_000])
 def test_a_text_of_others_is_text_in_markdown(text):
-    line = escaped(text)
+    line = escape_markdown(text)
     assert line.isprintable()
     assert len(line) < 5000
     content, kinds = shown_text(f"Word {line} word.")
@@ -48,7 +48,7 @@ def test_a_text_of_others_is_text_in_markdown(text):
         assert expected in " ".join(cells.split())
 
     for text in ("gptq-4 group_size=32", "meta-llama/Llama-3.1", "19 tensors: Q4_K -> Q5_0", "1.0 ± 0.5 %"):
-        assert escaped(text) == text
+        assert escape_markdown(text) == text
 
 
 def test_a_table_keeps_its_cells_whatever_names_hold():

@@ -12,7 +12,7 @@ from tiny_models import fails, quantkit, succeeds
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.table import LEGEND, Table, join_tables, read_tables, shared, write_table
+from quantkit.report.table import LEGEND, Table, join_tables, read_tables, shared_fields, write_table
 from quantkit.system.sizes import megabytes
 
 NOTE = "calibrated on 64 sequences (asked: 128; it holds no more) of a text"
@@ -155,7 +155,7 @@ def test_unlike_reports_are_refused_by_the_field_that_differs(record):
                     Table(reports)
     judged = next(iter(FULL.measurements)).model_copy(update={"name": "answers_seconds@1"})
     everything = FULL.model_copy(update={"measurements": (*FULL.measurements, judged)})
-    compared = {field for field, *_ in shared(everything, "")}
+    compared = {field for field, *_ in shared_fields(everything, "")}
     assert compared == {name for fields in COMPARED_FIELDS.values() for name in fields.values()}
 
 
