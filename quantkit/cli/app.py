@@ -15,37 +15,32 @@ from rich.console import Console
 from rich.text import Text
 from typer import Option
 
-from quantkit.cli.compare import compare, report, run, status, sweep_task, table
-from quantkit.cli.convert import convert, method_options
-from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
-from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
+from quantkit.cli import compare, convert, evaluate, inspect, push, serving
 from quantkit.cli.options import Command, say, with_options
-from quantkit.cli.push import push
-from quantkit.cli.serving import bench, serve
 from quantkit.cli.signals import signals_that_end
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
 from quantkit.system.ranks.group import refuse_ranks, tells, told
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "convert": convert,
-    "eval-ppl": eval_ppl,
-    "eval": evaluate_all,
-    "eval-tasks": eval_tasks,
-    "compare": compare,
-    "run": run,
-    "status": status,
-    "sweep-task": sweep_task,
-    "table": table,
-    "report": report,
-    "bench": bench,
-    "serve": serve,
-    "push": push,
-    "inspect": inspect,
-    "verify": verify,
-    "methods": methods,
-    "cache": cache,
-    "imatrix": imatrix,
-    "import": import_file,
+    "convert": convert.convert,
+    "eval-ppl": evaluate.eval_ppl,
+    "eval": evaluate.evaluate_all,
+    "eval-tasks": evaluate.eval_tasks,
+    "compare": compare.compare,
+    "run": compare.run,
+    "status": compare.status,
+    "sweep-task": compare.sweep_task,
+    "table": compare.table,
+    "report": compare.report,
+    "bench": serving.bench,
+    "serve": serving.serve,
+    "push": push.push,
+    "inspect": inspect.inspect,
+    "verify": inspect.verify,
+    "methods": inspect.methods,
+    "cache": evaluate.cache,
+    "imatrix": inspect.imatrix,
+    "import": inspect.import_file,
 }
 
 BEGIN = """\
@@ -79,7 +74,7 @@ def make_app(words: Sequence[str] = ()) -> typer.Typer:
         help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
     )
     app.callback()(begin)
-    own = {"options": method_options(words)} if "convert" in words[:1] else {}
+    own = {"options": convert.method_options(words)} if "convert" in words[:1] else {}
     for name, function in COMMANDS.items():
         command = with_options(function, **own) if name == "convert" else with_options(function)
         app.command(name, cls=Command, hidden=name == "sweep-task")(command)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Option
 
+import quantkit
 from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.cli import options
 from quantkit.cli.options import WINDOWS, Fields, Values, out, print_report, save, say, say_notes
@@ -48,8 +49,6 @@ def eval_ppl(
     json: options.Json = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
-    from quantkit.evaluation.evaluate import evaluate
-
     model = model_ref(artifact, revision, adapter)
     settings = {**evaluation, "source": source, **_records(engine, memory)}
     if dry_run:
@@ -57,7 +56,7 @@ def eval_ppl(
     elif cross_check:
         _cross_check(model, json, card, settings)
     else:
-        report = _run(evaluate, model, card, settings | {"probes": PERPLEXITY})
+        report = _run(quantkit.evaluate, model, card, settings | {"probes": PERPLEXITY})
         save(json, report)
         _write_card(model, card, report)
         for line in report.quality():
@@ -79,14 +78,12 @@ def evaluate_all(
     json: options.Json = None,
 ) -> None:
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
-    from quantkit.evaluation.evaluate import evaluate
-
     model = model_ref(artifact, revision, adapter)
     settings = {**evaluation, "source": source, **_records(engine, memory)}
     if dry_run:
         _forecast(model, json, settings)
         return
-    report = _run(evaluate, model, card, settings)
+    report = _run(quantkit.evaluate, model, card, settings)
     save(json, report)
     _write_card(model, card, report)
     print_report(report, notes)
@@ -157,10 +154,8 @@ def eval_tasks(
     json: options.Json = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
-    from quantkit.evaluation.tasks import evaluate_tasks
-
     with progress_bars() as progress:
-        report = evaluate_tasks(
+        report = quantkit.evaluate_tasks(
             model_ref(artifact, revision, adapter), tuple(filter(None, tasks.split(","))), include=include,
             num_fewshot=num_fewshot, limit=limit, chat_template=chat_template, n_ctx=n_ctx, progress=progress,
             engine=parse(EngineSpec, engine, "engine"),

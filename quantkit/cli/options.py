@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -24,6 +24,7 @@ from rich.text import Text
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+import quantkit
 from quantkit.artifact import MANIFEST, Artifact
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.cli.progress import configure_verbosity
@@ -32,10 +33,6 @@ from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
 from quantkit.system.files import refuse_unwritable
 from quantkit.system.sizes import megabytes
 from quantkit.untrusted import parse_yaml, path_of, reraise_as, shown
-
-if TYPE_CHECKING:
-    from quantkit.report.records import Report
-    from quantkit.report.table import Table
 
 out = Console()
 FILE_WIDTH = 120  # columns of a table in a file
@@ -245,17 +242,15 @@ def _plain(value: object) -> object:
     return value.model_dump() if isinstance(value, BaseModel) else str(value)
 
 
-def print_table(table: Table, transpose: bool | None = None, notes: bool = False) -> None:
+def print_table(table: quantkit.Table, transpose: bool | None = None, notes: bool = False) -> None:
     """Print a table for this terminal, or for a file."""
     wide = out.is_terminal or "COLUMNS" in os.environ
     table.show(out if wide else Console(width=FILE_WIDTH), transpose=transpose, notes=notes)
 
 
-def print_report(report: Report, notes: bool) -> None:
+def print_report(report: quantkit.Report, notes: bool) -> None:
     """Print one report as a table."""
-    from quantkit.report.table import Table
-
-    print_table(Table((report,)), notes=notes)
+    print_table(quantkit.Table((report,)), notes=notes)
 
 
 def print_artifact(artifact: Artifact) -> None:

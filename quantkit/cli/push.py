@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
+import quantkit
 from quantkit.cli import options
 from quantkit.cli.options import save, say, say_notes
 from quantkit.cli.progress import progress_bars
@@ -32,7 +33,6 @@ def push(
 ) -> None:
     """Put an artifact on the Hugging Face Hub, with its card; the same command goes on after a failure."""
     from quantkit.publishing.push import plan_push
-    from quantkit.publishing.push import push as send
 
     if dry_run:
         with progress_bars() as progress:
@@ -46,7 +46,7 @@ def push(
         say_notes(planned.notes)
         return
     with progress_bars() as progress:
-        pushed = send(
+        pushed = quantkit.push(
             artifact, repo, create=create, private=private, base_model=base_model, results=results or (),
             progress=progress,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
+import quantkit
 from quantkit.cli import options
 from quantkit.cli.evaluate import model_ref
 from quantkit.cli.options import Fields, Values, out, print_report, save, say, say_notes
@@ -84,10 +85,8 @@ def bench(
 
 
 def _in_process(model: ModelRef, json: Path | None, notes: bool, engine: Values, settings: Values) -> None:
-    from quantkit.evaluation.evaluate import evaluate
-
     with progress_bars() as progress:
-        report = evaluate(
+        report = quantkit.evaluate(
             model, PROBES, limit=1, repeats=REPEATS, memory=MemoryLimits(walk=False), progress=progress,
             engine=parse(EngineSpec, engine, "engine"), **settings,
         )  # fmt: skip

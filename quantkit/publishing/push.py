@@ -238,24 +238,30 @@ def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Prog
                 f"{plan.repo} holds {shown(strangers[0])}, which is not of this artifact, and engines may load it. "
                 "Choose another --repo, or remove it there."
             )
-        commit = info.sha
-        if sent or removed:
-            large = plan.artifact.manifest.weight_files
-            operations = [_operation(upload, upload.name in large) for upload in sent]
-            with progress.step(f"sending to {plan.repo}", sum(upload.nbytes for upload in sent) or 1) as advance:
-                for upload, operation in zip(sent, operations, strict=True):
-                    if upload.name in large:
-                        advance(0, remark=upload.name)
-                        api.preupload_lfs_files(plan.repo, [operation], free_memory=False)
-                        advance(upload.nbytes)
-                title = f"{plan.artifact.label} of {one_line(plan.artifact.manifest.source.name, 80)}"
-                changes: list[CommitOperationAdd | CommitOperationDelete] = list(operations)
-                changes += [CommitOperationDelete(name) for name in removed]
-                # Refused where somebody else has committed since.
-                commit = api.create_commit(plan.repo, changes, commit_message=title, parent_commit=info.sha).oid
-                advance(sum(upload.nbytes for upload in sent if upload.name not in large))
+        commit = _commit(api, plan, sent, removed, info.sha, progress) if sent or removed else info.sha
     kept = tuple(upload.name for upload in plan.uploads if upload.name not in names)
     return Pushed(f"{api.endpoint}/{plan.repo}", str(commit), tuple(names), kept, tuple(removed), plan.notes)
+
+
+def _commit(
+    api: HfApi, plan: PushPlan, sent: list[Upload], removed: list[str], parent: str | None, progress: Progress
+) -> str:
+    """Send the large files one by one, then commit all changes; return the commit."""
+    large = plan.artifact.manifest.weight_files
+    operations = [_operation(upload, upload.name in large) for upload in sent]
+    with progress.step(f"sending to {plan.repo}", sum(upload.nbytes for upload in sent) or 1) as advance:
+        for upload, operation in zip(sent, operations, strict=True):
+            if upload.name in large:
+                advance(0, remark=upload.name)
+                api.preupload_lfs_files(plan.repo, [operation], free_memory=False)
+                advance(upload.nbytes)
+        title = f"{plan.artifact.label} of {one_line(plan.artifact.manifest.source.name, 80)}"
+        changes: list[CommitOperationAdd | CommitOperationDelete] = list(operations)
+        changes += map(CommitOperationDelete, removed)
+        # The hub refuses it if somebody else has committed since.
+        commit = api.create_commit(plan.repo, changes, commit_message=title, parent_commit=parent).oid
+        advance(sum(upload.nbytes for upload in sent if upload.name not in large))
+    return commit
 
 
 def _operation(upload: Upload, large: bool) -> CommitOperationAdd:
