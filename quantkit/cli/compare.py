@@ -30,9 +30,7 @@ def compare(
     model: options.Model,
     *,
     adapter: options.Adapters = None,
-    methods: Annotated[
-        str | None, Option(help="METHOD or METHOD:BITS, comma-separated. Default: all families.")
-    ] = None,
+    methods: Annotated[str | None, Option(help="METHOD or METHOD:BITS, comma-separated. Default: all.")] = None,
     folder: Annotated[Path | None, Option("--out", help="Output folder. Default: quantkit-compare/MODEL.")] = None,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
     calibration: options.Calibration,
@@ -67,8 +65,7 @@ def _compare(recipe: CompareRecipe, transpose: bool | None, notes: bool, json: P
 
 def run(
     recipe: Annotated[
-        Path,
-        Argument(help="YAML recipe: `models` in it start a sweep, `variants` a comparison, else it converts."),
+        Path, Argument(help="YAML recipe: `models` in it start a sweep, `variants` a comparison, else it converts.")
     ],
     *,
     folder: Annotated[Path | None, Option("--out", help="Output folder. Default: the recipe's.")] = None,
@@ -180,7 +177,7 @@ def report(
     ),
     max_kld: Annotated[float, Option(min=0, help="Name the smallest copy within this KLD, in nats.")] = 0.1,
     max_size: Annotated[
-        str | None, Option(help="Name the best copy within this size, such as 90MB. Default: a third of float16.")
+        str | None, Option(help="Name the best copy within this size, such as 90MB. Default: 1/3 of float16.")
     ] = None,
     json: options.Json = None,
 ) -> None:

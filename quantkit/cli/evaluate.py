@@ -43,7 +43,7 @@ def eval_ppl(
     card: Card = False,
     source: Source = None,
     cross_check: Annotated[
-        bool, Option("--cross-check", help="Compare with our own reader; exit code 1 if they disagree.")
+        bool, Option("--cross-check", help="Compare with our own reader; exit 1 if they disagree.")
     ] = False,
     dry_run: options.DryRun = False,
     json: options.Json = None,

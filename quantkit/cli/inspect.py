@@ -135,7 +135,7 @@ def import_file(
     to: Annotated[Path, Option("--out", help="Output folder.")],
     dtype: Annotated[str, Option(help="float16, bfloat16, or float32 (exact).")] = "float16",
     tokenizer: Annotated[
-        Path | None, Option(help="Folder with a tokenizer instead of the file's.", exists=True)
+        Path | None, Option(help="Folder with another tokenizer than the file's.", exists=True)
     ] = None,
     config: Annotated[Path | None, Option(help="A config.json instead of the file's keys.", exists=True)] = None,
     force: options.Force = False,

@@ -202,8 +202,7 @@ Json = Annotated[
 Force = Annotated[bool, Option("--force", help="Replace an existing artifact.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Forecast memory, disk and time; leave no file.")]
 Transpose = Annotated[
-    bool | None,
-    Option("--transpose/--no-transpose", help="One row a variant. Default: if columns do not fit."),
+    bool | None, Option("--transpose/--no-transpose", help="One row a variant. Default: if columns do not fit.")
 ]
 Notes = Annotated[bool, Option("--notes", help="Print all notes of the table in full.")]
 Revision = Annotated[str | None, Option(help="Revision of a hub model.")]

@@ -21,9 +21,7 @@ def push(
     repo: Annotated[str, Option(help="Repository on the Hugging Face Hub, as user/name.")],
     create: Annotated[bool, Option("--create", help="Make the repository if it is missing.")] = False,
     private: Annotated[bool, Option("--private", help="Make it private; refuse a public one.")] = False,
-    base_model: Annotated[
-        str | None, Option(help="The source's name on the hub, as user/name, if it was a folder.")
-    ] = None,
+    base_model: Annotated[str | None, Option(help="user/name of the source on the hub, if it was a folder.")] = None,
     results: Annotated[
         list[Path] | None,
         Option(metavar="FILE", help="Report of eval-tasks (--json), for scores on registered benchmarks; repeatable."),

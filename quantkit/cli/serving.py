@@ -34,8 +34,7 @@ IN_PROCESS = ("threads", "revision", "adapter", *EngineSpec.model_fields)
 def bench(
     ctx: typer.Context,
     artifact: Annotated[
-        str | None,
-        Argument(metavar="MODEL", help="Artifact folder or model, if no --endpoint is given."),
+        str | None, Argument(metavar="MODEL", help="Artifact folder or model, without --endpoint.")
     ] = None,
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("threads",))],
@@ -44,9 +43,7 @@ def bench(
     adapter: options.Adapters = None,
     endpoint: Annotated[str | None, Option(help="Server with OpenAI's API, such as http://127.0.0.1:8000/v1.")] = None,
     model: Annotated[str | None, Option(help="The model's name at the endpoint.")] = None,
-    api: Annotated[
-        Literal["completions", "chat"], Option(help="completions, or chat with its template.")
-    ] = "completions",
+    api: Annotated[Literal["completions", "chat"], Option(help="chat uses the chat template.")] = "completions",
     api_key_env: Annotated[str | None, Option(help="Environment variable with the endpoint's key.")] = None,
     prompts: Annotated[Path | None, Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
     settings: Annotated[Values, Fields(LoadTestSpec)],
