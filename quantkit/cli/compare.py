@@ -55,10 +55,10 @@ def compare(
 
 
 def _compare(recipe: CompareRecipe, transpose: bool | None, notes: bool, json: Path | None) -> None:
-    from quantkit.comparison.compare import run
+    from quantkit.comparison.compare import run_comparison
 
     with progress_with_table(transpose) as (progress, row):
-        table = run(recipe, progress, row)
+        table = run_comparison(recipe, progress, row)
     save(json, table.to_json())
     print_table(table, transpose, notes)
 
@@ -111,11 +111,11 @@ def _sweep(
 ) -> None:
     """Sweep with that many processes of this machine, or on the Ray cluster at an address."""
     from quantkit.comparison.executors import Local, OnRay
-    from quantkit.comparison.sweep import run
+    from quantkit.comparison.sweep import run_sweep
 
     executor = Local(processes) if ray is None else OnRay(ray, max([1, *recipe.evaluation.threads]))
     with progress_bars() as progress:
-        outcome = run(recipe, executor, progress)
+        outcome = run_sweep(recipe, executor, progress)
     if outcome.sheet is not None:
         save(json, outcome.sheet.to_json())
         print_table(outcome.sheet, transpose, notes)
@@ -140,7 +140,7 @@ def status(folder: Annotated[Path, Argument(help="The output folder of a sweep."
         say(task.status())
 
 
-Places = Annotated[
+TablePaths = Annotated[
     list[str],
     Argument(
         metavar="[LABEL=]PATH ...",
@@ -150,7 +150,7 @@ Places = Annotated[
 
 
 def table(
-    places: Places,
+    places: TablePaths,
     *,
     folder: Annotated[Path | None, Option("--out", help="Folder for table.md, .csv, .json and the picture.")] = None,
     transpose: options.Transpose = None,
@@ -170,7 +170,7 @@ def table(
 
 
 def report(
-    places: Places,
+    places: TablePaths,
     *,
     page: Annotated[Path, Option("--out", dir_okay=False, callback=writable(".html"), help="Page to write.")] = Path(
         "report.html"

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from quantkit.report.records import Report
 
 Result = TypeVar("Result")
-Card = Annotated[bool, Option("--card", help="Also put the result into the artifact's README.md.")]
-Source = Annotated[str | None, Option("--source", help="Model that the artifact was made from, if not found.")]
+WriteCard = Annotated[bool, Option("--card", help="Also put the result into the artifact's README.md.")]
+SourceModel = Annotated[str | None, Option("--source", help="Model that the artifact was made from, if not found.")]
 Memory = Annotated[Values, Fields(MemoryLimits)]
 PERPLEXITY = ("perplexity",)
 
@@ -40,8 +40,8 @@ def eval_ppl(
     memory: Memory,
     revision: options.Revision = None,
     adapter: options.Adapters = None,
-    card: Card = False,
-    source: Source = None,
+    card: WriteCard = False,
+    source: SourceModel = None,
     cross_check: Annotated[
         bool, Option("--cross-check", help="Compare with our own reader; exit 1 if they disagree.")
     ] = False,
@@ -71,8 +71,8 @@ def evaluate_all(
     memory: Memory,
     revision: options.Revision = None,
     adapter: options.Adapters = None,
-    card: Card = False,
-    source: Source = None,
+    card: WriteCard = False,
+    source: SourceModel = None,
     notes: options.Notes = False,
     dry_run: options.DryRun = False,
     json: options.Json = None,

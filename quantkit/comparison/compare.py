@@ -80,10 +80,12 @@ def compare(
     values = {name: value for name, value in settings.items() if value is not None}
     values |= {"model": str(model), "variants": tuple(variants), "out": None if out is None else str(out)}
     values["adapters"] = tuple(map(str, values.get("adapters", ())))
-    return run(parse(CompareRecipe, values, "compare"), progress, row)
+    return run_comparison(parse(CompareRecipe, values, "compare"), progress, row)
 
 
-def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None) -> Table:
+def run_comparison(
+    recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None
+) -> Table:
     """Run a compare recipe; see `compare`."""
     progress = progress or Progress()
     process.prepare()

@@ -40,7 +40,7 @@ class Outcome:
     failed: dict[str, str]
 
 
-def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
+def run_sweep(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
     """Run the tasks that are left, and close the executor.
 
     Raises OutputError, RecipeError and DependencyError before any work if no task could run.

@@ -17,7 +17,7 @@ GAP = 3  # columns of the screen between two of the table
 
 
 @dataclass(frozen=True)
-class Grid:
+class FigureGrid:
     """Cells by row; the first column names the rows. `marked` are (row, column) of best figures."""
 
     names: list[str]
@@ -25,9 +25,9 @@ class Grid:
     cells: list[list[str]]
     marked: frozenset[tuple[int, int]]
 
-    def transposed(self) -> Grid:
+    def transposed(self) -> FigureGrid:
         cells = [[row[i] for row in self.cells] for i in range(len(self.headers))]
-        return Grid(self.headers, self.names, cells, frozenset((j, i) for i, j in self.marked))
+        return FigureGrid(self.headers, self.names, cells, frozenset((j, i) for i, j in self.marked))
 
     def cell(self, row: int, column: int) -> Text:
         text = plain_text(self.cells[row][column])
@@ -45,7 +45,7 @@ def plain_text(text: str) -> Text:
     return Text(one_line(text, LONGEST))
 
 
-def draw_grid(grid: Grid, title: str, width: int, transpose: bool | None = None) -> Group:
+def draw_grid(grid: FigureGrid, title: str, width: int, transpose: bool | None = None) -> Group:
     """Draw the grid for a screen of `width` columns; with `transpose` None, transpose it if columns do not fit.
 
     Columns that do not fit either way go into further tables.
@@ -63,7 +63,7 @@ def _folded(title: str, width: int) -> str:
     return "\n".join(textwrap.wrap(title, max(width, longest), break_long_words=False))
 
 
-def _parts(grid: Grid, headers: Sequence[str], width: int) -> Iterator[range]:
+def _parts(grid: FigureGrid, headers: Sequence[str], width: int) -> Iterator[range]:
     """Yield the ranges of columns that fit side by side, next to the names."""
     first = max(len(name) for name in grid.names) + GAP + 1
     widths = [max(grid.width(i), *map(len, header.split("\n"))) + GAP for i, header in enumerate(headers)]
@@ -77,7 +77,7 @@ def _parts(grid: Grid, headers: Sequence[str], width: int) -> Iterator[range]:
         start = stop
 
 
-def _tables(grid: Grid, headers: Sequence[str], width: int, title: str) -> Iterator[rich.table.Table]:
+def _tables(grid: FigureGrid, headers: Sequence[str], width: int, title: str) -> Iterator[rich.table.Table]:
     for part in _parts(grid, headers, width):
         made = rich.table.Table(title=plain_text(title) if part.start == 0 else None, title_justify="left")
         made.add_column("", no_wrap=True)

@@ -21,7 +21,7 @@ from rich.console import Group
 
 from quantkit.errors import ReportError, one_line
 from quantkit.report.records import Measurement, Report, noise_of, parse_report
-from quantkit.report.screen import Grid, draw_grid, plain_text
+from quantkit.report.screen import FigureGrid, draw_grid, plain_text
 from quantkit.report.statistics import best
 from quantkit.system.files import replace_text
 from quantkit.system.processor import threads
@@ -328,7 +328,7 @@ class Table:
         for model in self.models:
             rows = self.rows(model)
             marked = frozenset((i, row.best) for i, row in enumerate(rows) if row.best is not None)
-            grid = Grid([row.title for row in rows], self.columns, [list(row.cells) for row in rows], marked)
+            grid = FigureGrid([row.title for row in rows], self.columns, [list(row.cells) for row in rows], marked)
             grids.append(draw_grid(grid, model, width, transpose))
         return Group(*grids)
 
