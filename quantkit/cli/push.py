@@ -29,7 +29,7 @@ def push(
     dry_run: Annotated[bool, Option("--dry-run", help="List what would go; ask no network.")] = False,
     json: options.Json = None,
 ) -> None:
-    """Put an artifact on the Hugging Face Hub, with its card; the same command goes on after a failure."""
+    """Push an artifact with its card to the Hugging Face Hub; repeat the command to continue after a failure."""
     from quantkit.publishing.push import plan_push
 
     if dry_run:

@@ -15,7 +15,8 @@ from quantkit.system.device import CPU, device_memory
 from quantkit.system.ranks.group import place
 
 GROWTH = 48_000_000  # bytes
-
+CGROUP = Path("/sys/fs/cgroup")
+STATUS = Path("/proc/self/status")  # its sizes are in KiB, though it says kB
 _LIBC = ctypes.CDLL(None)
 
 
@@ -40,10 +41,6 @@ class MemoryTrimmer:
         if self._process.memory_info().rss > self._mark:
             trim_heap()
             self._mark = max(self._mark, self._process.memory_info().rss + GROWTH)
-
-
-CGROUP = Path("/sys/fs/cgroup")
-STATUS = Path("/proc/self/status")  # its sizes are in KiB, though it says kB
 
 
 def available_memory() -> int:
