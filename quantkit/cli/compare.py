@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from quantkit.cli import options
-from quantkit.cli.options import WINDOWS, Fields, Values, print_artifact, print_table, save, say, writable
+from quantkit.cli.options import WINDOWS, Fields, TableOptions, Values, print_artifact, save, say, writable
 from quantkit.cli.progress import progress_bars, progress_with_table
 from quantkit.errors import RecipeError, SweepError
 from quantkit.recipe import (
@@ -35,9 +35,7 @@ def compare(
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
     calibration: options.Calibration,
     recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision", "device"))],
-    transpose: options.Transpose = None,
-    notes: options.Notes = False,
-    json: options.Json = None,
+    shown: TableOptions,
 ) -> None:
     """Convert MODEL with every method, evaluate all copies alike, and print one table."""
     from quantkit.comparison.compare import DEFAULT_VARIANTS
@@ -51,16 +49,15 @@ def compare(
         "calibration": calibration,
         **recipe,
     }
-    _compare(parse(CompareRecipe, values, "compare"), transpose, notes, json)
+    _compare(parse(CompareRecipe, values, "compare"), shown)
 
 
-def _compare(recipe: CompareRecipe, transpose: bool | None, notes: bool, json: Path | None) -> None:
+def _compare(recipe: CompareRecipe, shown: TableOptions) -> None:
     from quantkit.comparison.compare import run_comparison
 
-    with progress_with_table(transpose) as (progress, row):
+    with progress_with_table(shown.transpose) as (progress, row):
         table = run_comparison(recipe, progress, row)
-    save(json, table.to_json())
-    print_table(table, transpose, notes)
+    shown.show(table)
 
 
 def run(
@@ -74,9 +71,7 @@ def run(
     processes: Annotated[int, Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
     device: Annotated[str | None, Option(help=f"{DEVICE}. Default: the recipe's, or auto.")] = None,
     force: options.Force = False,
-    transpose: options.Transpose = None,
-    notes: options.Notes = False,
-    json: options.Json = None,
+    shown: TableOptions,
 ) -> None:
     """Run a recipe file."""
     loaded = load_recipe(recipe)
@@ -85,13 +80,13 @@ def run(
     if device is not None:
         loaded = loaded.model_copy(update={"device": device})
     if isinstance(loaded, SweepRecipe):
-        _sweep(loaded, address if executor == "ray" else None, processes, transpose, notes, json)
+        _sweep(loaded, address if executor == "ray" else None, processes, shown)
     elif processes > 1 or executor != "local":
         raise RecipeError(f"--executor and --processes are for recipes with `models`; {recipe} has none")
     elif isinstance(loaded, CompareRecipe):
-        _compare(loaded, transpose, notes, json)
+        _compare(loaded, shown)
     else:
-        _convert(loaded, force, json)
+        _convert(loaded, force, shown.json)
 
 
 def _convert(recipe: ConvertRun, force: bool, json: Path | None) -> None:
@@ -106,9 +101,7 @@ def _convert(recipe: ConvertRun, force: bool, json: Path | None) -> None:
     print_artifact(artifact)
 
 
-def _sweep(
-    recipe: SweepRecipe, ray: str | None, processes: int, transpose: bool | None, notes: bool, json: Path | None
-) -> None:
+def _sweep(recipe: SweepRecipe, ray: str | None, processes: int, shown: TableOptions) -> None:
     """Sweep with that many processes of this machine, or on the Ray cluster at an address."""
     from quantkit.comparison.executors import Local, OnRay
     from quantkit.comparison.sweep import run_sweep
@@ -117,8 +110,7 @@ def _sweep(
     with progress_bars() as progress:
         outcome = run_sweep(recipe, executor, progress)
     if outcome.sheet is not None:
-        save(json, outcome.sheet.to_json())
-        print_table(outcome.sheet, transpose, notes)
+        shown.show(outcome.sheet)
     if failed := [f"{name}: {why}" for name, why in outcome.failed.items()]:
         raise SweepError(f"{len(failed)} tasks failed: {'; '.join(failed)}")
 
@@ -153,9 +145,7 @@ def table(
     places: TablePaths,
     *,
     folder: Annotated[Path | None, Option("--out", help="Folder for table.md, .csv, .json and the picture.")] = None,
-    transpose: options.Transpose = None,
-    notes: options.Notes = False,
-    json: options.Json = None,
+    shown: TableOptions,
 ) -> None:
     """Join the reports of several models and machines into one table."""
     from quantkit.report.plot import draw
@@ -165,8 +155,7 @@ def table(
     if folder is not None:
         write_table(sheet, folder)
         draw(sheet, folder)
-    save(json, sheet.to_json())
-    print_table(sheet, transpose, notes)
+    shown.show(sheet)
 
 
 def report(

@@ -79,7 +79,7 @@ def convert(
             artifact = run_conversion(ready, steps)
     save(json, artifact.manifest)
     print_artifact(artifact)
-    if folder is None and not progress.quiet:
+    if folder is None and not progress.is_quiet:
         source = ["--source", model] if Path(model).expanduser().exists() else []
         merged = [word for one in adapter or () for word in ("--adapter", one)]
         say(f"Evaluate it: {shlex.join(['quantkit', 'eval-ppl', str(artifact.folder), *source, *merged])}")

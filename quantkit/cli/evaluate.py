@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich.table import Table
@@ -15,120 +15,101 @@ from typer import Option
 import quantkit
 from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.cli import options
-from quantkit.cli.options import WINDOWS, Fields, Values, out, print_report, save, say, say_notes
+from quantkit.cli.options import WINDOWS, Fields, ModelOptions, Values, out, print_table, save, say, say_notes
 from quantkit.cli.progress import progress_bars
 from quantkit.errors import LONGEST, one_line
-from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, parse
+from quantkit.recipe import EvaluationSpec, MemoryLimits, parse
 from quantkit.system.cache import cache_folder
 from quantkit.system.sizes import megabytes
 
-if TYPE_CHECKING:
-    from quantkit.report.records import Report
-
 Result = TypeVar("Result")
-WriteCard = Annotated[bool, Option("--card", help="Also put the result into the artifact's README.md.")]
-SourceModel = Annotated[str | None, Option("--source", help="Model that the artifact was made from, if not found.")]
-Memory = Annotated[Values, Fields(MemoryLimits)]
-PERPLEXITY = ("perplexity",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """What `eval` and `eval-ppl` share."""
+
+    artifact: options.ArtifactOrModel
+    about: ModelOptions
+    memory: Annotated[Values, Fields(MemoryLimits)]
+    source: Annotated[str | None, Option(help="Model that the artifact was made from, if not found.")] = None
+    card: Annotated[bool, Option("--card", help="Also put the result into the artifact's README.md.")] = False
+    dry_run: options.DryRun = False
+    json: options.Json = None
+
+    def run(self, evaluate: Callable[..., Result], evaluation: Values) -> Result:
+        """Call a function that evaluates the model."""
+        if self.card and not (Path(self.artifact) / MANIFEST).is_file():
+            raise typer.BadParameter(f"--card: {self.artifact} is no artifact folder, so it has no card")
+        with progress_bars() as progress:
+            return evaluate(self.about.ref(self.artifact), progress=progress, **self.settings, **evaluation)
+
+    @property
+    def settings(self) -> Values:
+        memory = parse(MemoryLimits, self.memory, "evaluation")
+        return {"source": self.source, "engine": self.about.engine_spec, "memory": memory}
+
+    def keep(self, report: quantkit.Report, result: object = None) -> None:
+        """Write the JSON, of `result` or of the report itself, and the card."""
+        save(self.json, result or report)
+        if self.card:
+            from quantkit.report.card import write_card
+
+            write_card(open_artifact(self.artifact), (report,))
 
 
 def eval_ppl(
-    artifact: options.ArtifactOrModel,
-    *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "divergence", "threads"))],
-    engine: options.Engine,
-    memory: Memory,
-    revision: options.Revision = None,
-    adapter: options.Adapters = None,
-    card: WriteCard = False,
-    source: SourceModel = None,
+    asked: EvaluationOptions,
+    *,
     cross_check: Annotated[
         bool, Option("--cross-check", help="Compare with our own reader; exit 1 if they disagree.")
     ] = False,
-    dry_run: options.DryRun = False,
-    json: options.Json = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
-    model = model_ref(artifact, revision, adapter)
-    settings = {**evaluation, "source": source, **_records(engine, memory)}
-    if dry_run:
-        _forecast(model, json, settings | {"probes": PERPLEXITY})
+    perplexity = evaluation | {"probes": ("perplexity",)}
+    if asked.dry_run:
+        _forecast(asked, perplexity)
     elif cross_check:
-        _cross_check(model, json, card, settings)
+        _cross_check(asked, evaluation)
     else:
-        report = _run(quantkit.evaluate, model, card, settings | {"probes": PERPLEXITY})
-        save(json, report)
-        _write_card(model, card, report)
+        report = asked.run(quantkit.evaluate, perplexity)
+        asked.keep(report)
         for line in report.quality():
             say(line)
 
 
 def evaluate_all(
-    artifact: options.ArtifactOrModel,
-    *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("probes", *WINDOWS, "threads", "divergence"))],
-    engine: options.Engine,
-    memory: Memory,
-    revision: options.Revision = None,
-    adapter: options.Adapters = None,
-    card: WriteCard = False,
-    source: SourceModel = None,
+    asked: EvaluationOptions,
+    *,
     notes: options.Notes = False,
-    dry_run: options.DryRun = False,
-    json: options.Json = None,
 ) -> None:
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
-    model = model_ref(artifact, revision, adapter)
-    settings = {**evaluation, "source": source, **_records(engine, memory)}
-    if dry_run:
-        _forecast(model, json, settings)
+    if asked.dry_run:
+        _forecast(asked, evaluation)
         return
-    report = _run(quantkit.evaluate, model, card, settings)
-    save(json, report)
-    _write_card(model, card, report)
-    print_report(report, notes)
+    report = asked.run(quantkit.evaluate, evaluation)
+    asked.keep(report)
+    print_table(quantkit.Table((report,)), notes=notes)
 
 
-def model_ref(model: str, revision: str | None, adapters: list[str] | None) -> ModelRef:
-    """Return the model that a command names; raises RecipeError."""
-    return parse(ModelRef, {"model": model, "revision": revision, "adapters": tuple(adapters or ())}, "model")
-
-
-def _records(engine: Values, memory: Values) -> Values:
-    return {"engine": parse(EngineSpec, engine, "engine"), "memory": parse(MemoryLimits, memory, "evaluation")}
-
-
-def _run(evaluate: Callable[..., Result], model: ModelRef, card: bool, settings: Values) -> Result:
-    if card and not (Path(model.model) / MANIFEST).is_file():
-        raise typer.BadParameter(f"--card: {model.model} is no artifact folder, so it has no card")
-    with progress_bars() as progress:
-        return evaluate(model, progress=progress, **settings)
-
-
-def _write_card(model: ModelRef, card: bool, report: Report) -> None:
-    from quantkit.report.card import write_card
-
-    if card:
-        write_card(open_artifact(model.model), (report,))
-
-
-def _cross_check(model: ModelRef, json: Path | None, card: bool, settings: Values) -> None:
+def _cross_check(asked: EvaluationOptions, evaluation: Values) -> None:
     from quantkit.evaluation.cross_check import cross_check
 
-    both = _run(cross_check, model, card, settings)
-    save(json, asdict(both) | {"agrees": both.agrees})
-    _write_card(model, card, both.native)
+    both = asked.run(cross_check, evaluation)
+    asked.keep(both.native, asdict(both) | {"agrees": both.agrees})
     for line in (*both.native.quality(), *both.reference.quality(), *both.lines()):
         say(line)
     if not both.agrees:
         raise typer.Exit(1)
 
 
-def _forecast(model: ModelRef, json: Path | None, settings: Values) -> None:
+def _forecast(asked: EvaluationOptions, evaluation: Values) -> None:
     from quantkit.evaluation.evaluate import forecast
 
-    trial = forecast(model, **settings)
-    say(f"evaluating {model.model} would take, on this machine:")
+    trial = forecast(asked.about.ref(asked.artifact), **asked.settings, **evaluation)
+    say(f"evaluating {asked.artifact} would take, on this machine:")
     for part in trial.parts:
         size = "no forecast" if part.memory_bytes is None else megabytes(part.memory_bytes)
         how = "block by block" if part.walk else "whole"
@@ -136,7 +117,7 @@ def _forecast(model: ModelRef, json: Path | None, settings: Values) -> None:
         say(f"  {part.what}: {how} in {part.engine}, memory {size} at the peak, about {minutes:.1f} minutes")
     say(f"  disk: {megabytes(trial.disk_bytes)} at most")
     say_notes(trial.notes)
-    save(json, trial)
+    save(asked.json, trial)
 
 
 def eval_tasks(
@@ -148,17 +129,15 @@ def eval_tasks(
     limit: Annotated[int | None, Option(help="Samples of each task. Default: all.")] = None,
     chat_template: Annotated[bool, Option("--chat-template", help="Ask in the model's chat template.")] = False,
     n_ctx: Annotated[int | None, Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
-    engine: options.Engine,
-    revision: options.Revision = None,
-    adapter: options.Adapters = None,
+    about: ModelOptions,
     json: options.Json = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
     with progress_bars() as progress:
         report = quantkit.evaluate_tasks(
-            model_ref(artifact, revision, adapter), tuple(filter(None, tasks.split(","))), include=include,
+            about.ref(artifact), tuple(filter(None, tasks.split(","))), include=include,
             num_fewshot=num_fewshot, limit=limit, chat_template=chat_template, n_ctx=n_ctx, progress=progress,
-            engine=parse(EngineSpec, engine, "engine"),
+            engine=about.engine_spec,
         )  # fmt: skip
     save(json, report)
     grid = Table("task", "shots", "samples", "measure", "value", title=Text(one_line(report.model.label, LONGEST)))

@@ -1,7 +1,8 @@
 """What the commands share: options made from the fields of records, and how results are printed and saved.
 
 A parameter annotated with `Fields` becomes one option for each field of a record, with the field's name, type,
-default and description. The command gets a dict of the given values.
+default and description; the command gets a dict of the given values. A dataclass as a parameter becomes options, too:
+one for each of its fields. So commands share options.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -29,7 +30,7 @@ from quantkit.artifact import MANIFEST, Artifact
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.cli.progress import configure_verbosity
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
-from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
+from quantkit.recipe import CalibrationSpec, EngineSpec, ModelRef, Strict, parse
 from quantkit.system.files import refuse_unwritable
 from quantkit.system.sizes import megabytes
 from quantkit.untrusted import parse_yaml, path_of, reraise_as, shown
@@ -119,31 +120,48 @@ def _value(text: str) -> Any:
     return text
 
 
-def _loudness(
-    *,
-    quiet: Annotated[bool, Option("--quiet", help="Print nothing but the result.")] = False,
-    verbose: Annotated[bool, Option("--verbose", help="Print what libraries say, too.")] = False,
-) -> None: ...
+class Group:
+    """The parameters of a function or a dataclass as options; `others` replace the marks of some."""
+
+    def __init__(self, function: Callable[..., Any], **others: Fields) -> None:
+        parameters = inspect.signature(function, eval_str=True).parameters
+        self._function = function
+        self._parts = {name: others.get(name) or _part(parameter) for name, parameter in parameters.items()}
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """Return the options as parameters of a function that typer reads."""
+        for part in self._parts.values():
+            if isinstance(part, inspect.Parameter):
+                yield part.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            else:
+                yield from part.parameters()
+
+    def take(self, values: Values) -> Any:
+        """Take the values of these options out of `values`, and call the function with them."""
+        given = {}
+        for name, part in self._parts.items():
+            given[name] = values.pop(name) if isinstance(part, inspect.Parameter) else part.take(values)
+        return self._function(**given)
+
+
+def _part(parameter: inspect.Parameter) -> inspect.Parameter | Fields | Group:
+    if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+        return Group(parameter.annotation)
+    marks = getattr(parameter.annotation, "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, Fields)), parameter)
 
 
 def with_options(function: Callable[..., None], **others: Fields) -> Callable[..., None]:
-    """Return the command with options in place of parameters annotated with `Fields`; `others` replace the marks."""
-    groups: dict[str, Fields] = {}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        marks = [mark for mark in getattr(parameter.annotation, "__metadata__", ()) if isinstance(mark, Fields)]
-        if marks:
-            groups[parameter.name] = others.get(parameter.name, marks[0])
-        parameters += groups[parameter.name].parameters() if marks else (parameter,)
-    parameters += inspect.signature(_loudness, eval_str=True).parameters.values()
+    """Return the command as a function that typer reads, with `--quiet` and `--verbose`; `others`: see `Group`."""
+    own, verbosity = Group(function, **others), Group(configure_verbosity)
 
     @functools.wraps(function)
-    def command(*, quiet: bool, verbose: bool, **values: Any) -> None:
-        configure_verbosity(quiet, verbose)
-        function(**{name: fields.take(values) for name, fields in groups.items()}, **values)
+    def command(**values: Any) -> None:
+        verbosity.take(values)
+        own.take(values)
 
     command.__annotations__ = {}  # typer would believe them rather than the signature
-    vars(command)["__signature__"] = inspect.Signature(parameters)
+    vars(command)["__signature__"] = inspect.Signature([*own.parameters(), *verbosity.parameters()])
     return command
 
 
@@ -201,18 +219,44 @@ Json = Annotated[
 ]
 Force = Annotated[bool, Option("--force", help="Replace an existing artifact.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Forecast memory, disk and time; leave no file.")]
-Transpose = Annotated[
-    bool | None, Option("--transpose/--no-transpose", help="One row a variant. Default: if columns do not fit.")
-]
 Notes = Annotated[bool, Option("--notes", help="Print all notes of the table in full.")]
-Revision = Annotated[str | None, Option(help="Revision of a hub model.")]
 Adapters = Annotated[
     list[str] | None,
     Option("--adapter", metavar="FOLDER", help="LoRA adapter to merge into the model first; repeatable."),
 ]
 Calibration = Annotated[Values, Fields(CalibrationSpec, prefix="calibration_")]
-Engine = Annotated[Values, Fields(EngineSpec)]
 WINDOWS = ("text", "protocol", "n_ctx", "limit")  # fields that choose the text to evaluate on, and its windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is evaluated, besides its name, and the engine that loads it."""
+
+    engine: Annotated[Values, Fields(EngineSpec)]
+    revision: Annotated[str | None, Option(help="Revision of a hub model.")] = None
+    adapter: Adapters = None
+
+    def ref(self, model: str) -> ModelRef:
+        return parse(ModelRef, {"model": model, "revision": self.revision, "adapters": self.adapter or []}, "model")
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        return parse(EngineSpec, self.engine, "engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """How a table is printed, and where it is saved."""
+
+    transpose: Annotated[
+        bool | None, Option("--transpose/--no-transpose", help="One row a variant. Default: if columns do not fit.")
+    ] = None
+    notes: Notes = False
+    json: Json = None
+
+    def show(self, table: quantkit.Table) -> None:
+        save(self.json, table.to_json())
+        print_table(table, self.transpose, self.notes)
 
 
 def say(line: str) -> None:
@@ -245,11 +289,6 @@ def print_table(table: quantkit.Table, transpose: bool | None = None, notes: boo
     """Print a table for this terminal, or for a file."""
     wide = out.is_terminal or "COLUMNS" in os.environ
     table.show(out if wide else Console(width=FILE_WIDTH), transpose=transpose, notes=notes)
-
-
-def print_report(report: quantkit.Report, notes: bool) -> None:
-    """Print one report as a table."""
-    print_table(quantkit.Table((report,)), notes=notes)
 
 
 def print_artifact(artifact: Artifact) -> None:

@@ -11,13 +11,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
+from typer import Option
 
 from quantkit.errors import LONGEST, one_line
 from quantkit.progress import Progress, Step, Timed
@@ -29,16 +30,19 @@ if TYPE_CHECKING:
 EVERY = 30.0  # seconds between two lines of a long step
 LONG = 10.0  # seconds after which a step is long
 REFRESH = 0.1  # seconds between two drawings of the bars
-quiet = False  # whether progress is left out
+is_quiet = False  # whether progress is left out
 
 
-def configure_verbosity(nothing_else: bool, everything: bool) -> None:
+def configure_verbosity(
+    quiet: Annotated[bool, Option("--quiet", help="Print nothing but the result.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Print what libraries say, too.")] = False,
+) -> None:
     """Set what this process prints, before libraries are imported; raises BadParameter for both at once."""
-    global quiet
-    if nothing_else and everything:
+    global is_quiet
+    if quiet and verbose:
         raise typer.BadParameter("--quiet and --verbose exclude each other")
-    quiet = nothing_else
-    if not everything:
+    is_quiet = quiet
+    if not verbose:
         silence_libraries()
 
 
@@ -63,7 +67,7 @@ def progress_bars() -> Iterator[Progress]:
 @contextmanager
 def progress_with_table(transpose: bool | None = None) -> Iterator[tuple[Progress, Callable[[Table], None]]]:
     """Show steps, and a table that grows with the work: above the bars on a terminal, its last row in a log."""
-    if quiet:
+    if is_quiet:
         yield Progress(), lambda _: None
         return
     console = Console(stderr=True)

@@ -14,8 +14,7 @@ from typer import Argument, Option
 
 import quantkit
 from quantkit.cli import options
-from quantkit.cli.evaluate import model_ref
-from quantkit.cli.options import Fields, Values, out, print_report, save, say, say_notes
+from quantkit.cli.options import Fields, ModelOptions, Values, out, print_table, save, say, say_notes
 from quantkit.cli.progress import progress_bars
 from quantkit.errors import LONGEST, one_line
 from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, MemoryLimits, ModelRef, ServeSpec, parse
@@ -38,9 +37,7 @@ def bench(
     ] = None,
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("threads",))],
-    engine: options.Engine,
-    revision: options.Revision = None,
-    adapter: options.Adapters = None,
+    about: ModelOptions,
     endpoint: Annotated[str | None, Option(help="Server with OpenAI's API, such as http://127.0.0.1:8000/v1.")] = None,
     model: Annotated[str | None, Option(help="The model's name at the endpoint.")] = None,
     api: Annotated[Literal["completions", "chat"], Option(help="chat uses the chat template.")] = "completions",
@@ -60,7 +57,7 @@ def bench(
             raise typer.BadParameter(f"--{name.replace('_', '-')} is for {where}")
     if endpoint is None:
         evaluation |= {name: settings[name] for name in SHARED if name in settings}
-        _in_process(model_ref(str(artifact), revision, adapter), json, notes, engine, evaluation)
+        _in_process(about.ref(str(artifact)), about.engine_spec, evaluation, notes, json)
         return
     from quantkit.data.prompts import PROMPTS
     from quantkit.serving.client import Endpoint
@@ -81,14 +78,14 @@ def bench(
         raise typer.Exit(1)
 
 
-def _in_process(model: ModelRef, json: Path | None, notes: bool, engine: Values, settings: Values) -> None:
+def _in_process(model: ModelRef, engine: EngineSpec, settings: Values, notes: bool, json: Path | None) -> None:
     with progress_bars() as progress:
         report = quantkit.evaluate(
             model, PROBES, limit=1, repeats=REPEATS, memory=MemoryLimits(walk=False), progress=progress,
-            engine=parse(EngineSpec, engine, "engine"), **settings,
+            engine=engine, **settings,
         )  # fmt: skip
     save(json, report)
-    print_report(report, notes)
+    print_table(quantkit.Table((report,)), notes=notes)
 
 
 def _print_load(report: LoadReport) -> None:

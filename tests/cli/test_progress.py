@@ -65,7 +65,7 @@ def test_lines_of_a_log():
 
 @pytest.mark.parametrize("terminal", ["dumb", "xterm-256color", None])
 def test_a_log_has_lines_whatever_terminal_the_environment_names(terminal, monkeypatch, capsys):
-    monkeypatch.setattr(module, "quiet", False)
+    monkeypatch.setattr(module, "is_quiet", False)
     monkeypatch.delenv("TERM", raising=False)
     if terminal is not None:
         monkeypatch.setenv("TERM", terminal)
@@ -79,7 +79,7 @@ def test_a_log_has_lines_whatever_terminal_the_environment_names(terminal, monke
 
 def spoken(monkeypatch, *arguments):
     """Run the command line in this process; progress is kept in what it told."""
-    monkeypatch.setattr(module, "quiet", False)
+    monkeypatch.setattr(module, "is_quiet", False)
     monkeypatch.setattr(tiny_models, "without_progress", lambda text: text)
     return quantkit(*arguments)
 
@@ -116,7 +116,7 @@ def test_quiet_is_the_result_alone(tiny, tmp_path, monkeypatch):
 
 
 def test_libraries_are_silent_unless_verbose_is_given(monkeypatch):
-    monkeypatch.setattr(module, "quiet", False)
+    monkeypatch.setattr(module, "is_quiet", False)
     names = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
     for name in names:
         monkeypatch.setenv(name, "")
