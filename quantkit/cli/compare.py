@@ -174,12 +174,12 @@ def report(
     from quantkit.report.page import find_artifacts
     from quantkit.report.page import page as rendered
     from quantkit.report.table import join_tables, read_places
-    from quantkit.serving.servers import server_of
+    from quantkit.serving.servers import server_summary
 
     max_bytes = None if max_size is None else parse_size(max_size, "--max-size")
     sheet = join_tables(read_places(places))
     artifacts, remarks = find_artifacts(places)
-    text = rendered(sheet, artifacts, remarks, max_kld, max_bytes, server_of)
+    text = rendered(sheet, artifacts, remarks, max_kld, max_bytes, server_summary)
     save(page, text)
     save(json, sheet.to_json())
     number = len(sheet.models)

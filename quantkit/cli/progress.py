@@ -22,7 +22,7 @@ from typer import Option
 
 from quantkit.errors import LONGEST, one_line
 from quantkit.progress import Progress, Step, Timed
-from quantkit.system.threads import every
+from quantkit.system.threads import call_every
 
 if TYPE_CHECKING:
     from quantkit.report.table import Table
@@ -80,7 +80,7 @@ def progress_with_table(transpose: bool | None = None) -> Iterator[tuple[Progres
             yield Progress(draw, speak), row
     else:
         lines = Lines(speak)
-        with every(EVERY, lines.tick):
+        with call_every(EVERY, lines.tick):
             yield Progress(lines.draw, speak), lambda table: speak(table.line())
 
 
@@ -118,7 +118,7 @@ def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[
     def row(table: Table) -> None:
         above[:] = [table.drawn(console.width, transpose)]
 
-    with live, every(REFRESH, refresh):
+    with live, call_every(REFRESH, refresh):
         yield draw, row
 
 

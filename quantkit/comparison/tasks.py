@@ -28,7 +28,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import CompareRecipe, Strict, SweepRecipe, parse
 from quantkit.system.files import replace_text, safe_name
 from quantkit.system.memory import peak_of_children_bytes, peak_rss_bytes
-from quantkit.system.threads import every
+from quantkit.system.threads import call_every
 from quantkit.untrusted import path_of, read_object
 
 QUALITY = {"size", "perplexity"}  # probes whose figures are the same on any machine, whatever else it does
@@ -190,7 +190,7 @@ def run_task(folder: Path, progress: Progress) -> None:
         with suppress(OSError):  # a disk that is away for a while
             os.utime(folder / "task.json")
 
-    with FileLock(folder / "lock"), every(BEAT_S, beat):
+    with FileLock(folder / "lock"), call_every(BEAT_S, beat):
         task, began = read_task(folder), time.time()
         task.update(state="running", host=platform.node(), pid=os.getpid(), began=began)
         try:

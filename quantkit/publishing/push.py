@@ -37,7 +37,7 @@ from quantkit.errors import (
 from quantkit.progress import Progress
 from quantkit.publishing.results import PREFIX, eval_results
 from quantkit.report.card import BEGIN, convert_command, front_matter
-from quantkit.serving.servers import server_of
+from quantkit.serving.servers import server_summary
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import read_text, shown
 
@@ -194,7 +194,7 @@ def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str
     fetch = f"hf download {repo} --local-dir FOLDER"
     lines = [made] if made.isprintable() and "`" not in made else []
     lines += [fetch, "quantkit verify FOLDER", "quantkit eval-ppl FOLDER"]
-    lines += ["quantkit serve FOLDER"] if server_of(artifact.manifest.format) else []
+    lines += ["quantkit serve FOLDER"] if server_summary(artifact.manifest.format) else []
     words = "The commands to make, fetch, check, evaluate and serve it:"
     section = "\n".join(["## Commands", "", words, "", "```bash", *lines, "```", ""])
     body = text[head.end() :].replace(HERE, f"`{fetch}` fetches it.", 1)
@@ -220,7 +220,7 @@ def token_of_user() -> str:
 def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Progress) -> Pushed:
     """Send the files of a plan; raises HubError."""
     api = HfApi(token=token, library_name="quantkit")
-    with _reraised(f"{plan.repo} cannot be pushed to", token), warnings.catch_warnings():
+    with _hub_errors(f"{plan.repo} cannot be pushed to", token), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of libraries, and the hub's advice on a card
         if create:
             api.create_repo(plan.repo, private=private or None, exist_ok=True)
@@ -230,7 +230,7 @@ def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Prog
         there = {entry.path: entry for entry in api.list_repo_tree(plan.repo, recursive=True) if hasattr(entry, "size")}
         sent = [upload for upload in plan.uploads if not _is_there(upload, there.get(upload.name))]
         names = [upload.name for upload in sent]
-        removed = _left_over(api, plan, there) if MANIFEST in there and MANIFEST in names else []
+        removed = _outdated_files(api, plan, there) if MANIFEST in there and MANIFEST in names else []
         ours = {upload.name for upload in plan.uploads}
         loadable = {name for name in there if name.endswith(LOADABLE) and not name.startswith(".")}
         if strangers := sorted(loadable - ours - set(removed)):
@@ -286,7 +286,7 @@ def _is_there(upload: Upload, entry: Any) -> bool:
     return bool(entry.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
 
 
-def _left_over(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[str]:
+def _outdated_files(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[str]:
     """Return files that only the formerly pushed artifact has, and its scores if its bytes were different."""
     with temporary_folder() as folder:
         api.hf_hub_download(plan.repo, MANIFEST, local_dir=folder)
@@ -299,7 +299,7 @@ def _left_over(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _reraised(what: str, token: str) -> Iterator[None]:
+def _hub_errors(what: str, token: str) -> Iterator[None]:
     """Raise HubError, ``WHAT: reason. FIX``, without the token, for any exception of a library inside."""
     try:
         yield

@@ -66,7 +66,7 @@ def page(
     parts = {
         "style": style,
         "script": script,
-        "hashes": {"style": _hash(style), "script": _hash(script)},
+        "hashes": {"style": _policy_hash(style), "script": _policy_hash(script)},
         "table": table,
         "rows": rows,
         "titles": list(dict.fromkeys(title for found in rows.values() for title in found)),
@@ -122,7 +122,7 @@ def _code(text: str) -> Markup:
     return Markup("\n").join(escape(one_line(line, LONGEST_CODE)) for line in text.rstrip("\n").split("\n"))
 
 
-def _hash(inside: str) -> str:
+def _policy_hash(inside: str) -> str:
     """Return an element's hash for the content security policy."""
     return base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
 

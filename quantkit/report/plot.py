@@ -88,7 +88,7 @@ def picture(table: Table) -> Figure | None:
     for spare in grid[len(panels) :]:
         spare.remove()
     for axes, panel in zip(grid, panels, strict=False):
-        _panel(axes, panel, None if len(panels) == 1 else next(iter(panel)))
+        _draw_panel(axes, panel, None if len(panels) == 1 else next(iter(panel)))
     one = table.reports[0]
     of, level = (f"{next(iter(models))}: ", "the source model") if len(models) == 1 else ("", "the source models")
     figure.suptitle(f"{of}perplexity against size; dashed: {level}\n{one.text.name}", fontsize="large")
@@ -124,7 +124,7 @@ def points_of(table: Table, model: str) -> list[Point]:
     return points
 
 
-def _panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None:
+def _draw_panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None:
     """Draw everything but the labels."""
     named: set[str] = set()
     for points in models.values():
@@ -175,7 +175,7 @@ def _write_labels(axes: Any, points: Sequence[Point]) -> None:
     wide = [TextPath((0, 0), point.words, LETTERS).get_extents().width for point in points]
     sizes = [(1.08 * width * pixels, 1.2 * LETTERS * pixels) for width in wide]  # with some room: pixels round up
     middles = axes.transData.transform([(point.size, point.height) for point in points])
-    found = places(middles, sizes, obstacles(axes, points), axes.get_window_extent().extents, pixels)
+    found = place_labels(middles, sizes, obstacles(axes, points), axes.get_window_extent().extents, pixels)
     for point, spot in zip(points, found, strict=True):
         across, up = _alignment(*spot)
         line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
@@ -197,7 +197,7 @@ def _alignment(dx: int, dy: int) -> tuple[str, str]:
     return "left" if dx > 0 else "right", "center" if abs(dy) < abs(dx) else "bottom" if dy > 0 else "top"
 
 
-def places(
+def place_labels(
     middles: Boxes, sizes: Sequence[tuple[float, float]], taken: Boxes, frame: Boxes, pixels: float
 ) -> list[tuple[int, int]]:
     """Return for each label its offset from its mark, in points.
@@ -228,11 +228,11 @@ def places(
             OUTSIDE * (out | (nearer & ~IS_LED)) + HIDDEN * hidden + CROSSED * (crossed + nearer) + FURTHER * RANK
         )
     orders = [np.argsort(sign * middles[:, way], kind="stable") for way in (1, 0) for sign in (-1, 1)]
-    tried = [_chosen(order.tolist(), shapes, costs) for order in orders]
+    tried = [_place_in_order(order.tolist(), shapes, costs) for order in orders]
     return [SPOTS[place] for _, place in sorted(min(tried, key=lambda found: found[0])[1].items())]
 
 
-def _chosen(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -> tuple[float, dict[int, int]]:
+def _place_in_order(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -> tuple[float, dict[int, int]]:
     """Place the labels in this order, each where it costs least next to the placed ones; return total cost and spots.
 
     `shapes` (S, 1 + K, 4) have for each spot the box of the words, and points of the line to the mark.

@@ -145,7 +145,7 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
             async for event in httpx2.EventSource(response, EVENT_BYTES):
                 if event.data == "[DONE]":
                     break
-                if _take(event.data, answer):
+                if _record_event(event.data, answer):
                     pause.reschedule(loop.time() + spec.pause_timeout)
             else:
                 raise _Failure("disconnected", "the stream ended without [DONE]")
@@ -164,7 +164,7 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
         answer.ended = time.perf_counter()
 
 
-def _take(data: str, answer: Answer) -> bool:
+def _record_event(data: str, answer: Answer) -> bool:
     """Record one event; return whether it had text. Raises _Failure."""
     try:
         values = json.loads(data)

@@ -34,7 +34,7 @@ def serving(launch: ServerPlan) -> Iterator[subprocess.Popen[bytes]]:
     Raises DependencyError if the engine is missing, OutputError if the port is taken, EngineError if the server ends or
     does not answer in time.
     """
-    _refuse(launch)
+    _check_startable(launch)
     child = subprocess.Popen(
         launch.arguments,
         env={**os.environ, **launch.variables},
@@ -52,7 +52,7 @@ def serving(launch: ServerPlan) -> Iterator[subprocess.Popen[bytes]]:
         last = signal.SIGINT
         raise
     finally:
-        _end(child, last)
+        _end_server(child, last)
 
 
 def wait(launch: ServerPlan, child: subprocess.Popen[bytes]) -> int:
@@ -63,7 +63,7 @@ def wait(launch: ServerPlan, child: subprocess.Popen[bytes]) -> int:
     return code
 
 
-def _refuse(launch: ServerPlan) -> None:
+def _check_startable(launch: ServerPlan) -> None:
     """Raise a QuantkitError if the engine is missing or the port is taken."""
     server = launch.server
     if not server.modules:
@@ -108,7 +108,7 @@ def _how_ended(code: int) -> str:
     return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
-def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
+def _end_server(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
     """Pass the signal on, wait, and kill what is left; ignore further signals meanwhile."""
     ignored = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}

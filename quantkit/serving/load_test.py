@@ -69,10 +69,10 @@ def run_load_test(
     endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] = PROMPTS, progress: Progress | None = None
 ) -> LoadReport:
     """Send requests to the endpoint and report. It always ends on time."""
-    return asyncio.run(_Load(endpoint, spec, prompts, progress or Progress()).report())
+    return asyncio.run(_LoadTest(endpoint, spec, prompts, progress or Progress()).report())
 
 
-class _Load:
+class _LoadTest:
     def __init__(self, endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...], progress: Progress) -> None:
         self.endpoint, self.spec, self.progress = endpoint, spec, progress
         self.answers: list[Answer] = []

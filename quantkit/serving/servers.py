@@ -109,7 +109,7 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
         refuse_untrue(model.artifact)
     if model.source is not None and not model.source.own_files:
         raise UnsupportedError(f"no server takes {model.name}: {NOT_ITS_FILES}.")
-    server = server_for(model, spec.engine)
+    server = choose_server(model, spec.engine)
     longest = context_of(model.config)
     if spec.n_ctx is not None and spec.n_ctx > longest:
         raise RecipeError(f"a context of {spec.n_ctx} tokens: {model.label} has at most {longest}")
@@ -137,7 +137,7 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
     return ServerPlan(server, arguments, variables, python, spec.host, spec.port, name)
 
 
-def server_for(model: Model, name: str | None) -> Server:
+def choose_server(model: Model, name: str | None) -> Server:
     """Return the server of that name, or the first for the model; raises RecipeError and UnsupportedError."""
     if name is None:
         for server in SERVERS.values():
@@ -152,7 +152,7 @@ def server_for(model: Model, name: str | None) -> Server:
     return SERVERS[name]
 
 
-def server_of(format_name: str) -> str | None:
+def server_summary(format_name: str) -> str | None:
     """Return the name of the server that quantkit starts for a format, or None."""
     stored = formats().get(format_name)
     fitting = (server for server in SERVERS.values() if stored and server.modules and server.loader in stored.engines)

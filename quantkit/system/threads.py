@@ -29,7 +29,7 @@ def in_background(action: Callable[..., object], *arguments: Any) -> None:
 
 
 @contextmanager
-def every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+def call_every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
     """Call `action` in the background at this interval, until the context ends."""
     running, ended = Lock(), Event()
 
