@@ -74,7 +74,7 @@ def make_app(words: Sequence[str] = ()) -> typer.Typer:
         help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
     )
     app.callback()(begin)
-    own = {"options": convert.method_options(words)} if "convert" in words[:1] else {}
+    own = {"of_method": convert.method_options(words)} if "convert" in words[:1] else {}
     for name, function in COMMANDS.items():
         command = with_options(function, **own) if name == "convert" else with_options(function)
         app.command(name, cls=Command, hidden=name == "sweep-task")(command)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from quantkit.cli import options as shared
-from quantkit.cli import progress
+from quantkit.cli import options, progress
 from quantkit.cli.options import Fields, Values, print_artifact, save, say
 from quantkit.recipe import ConvertRecipe, ResourceSpec, Strict
 from quantkit.system.device import memory_of
@@ -37,17 +36,17 @@ def method_options(words: Sequence[str]) -> Fields:
 
 
 def convert(
-    model: shared.Model,
+    model: options.Model,
     *,
     recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision"))],
-    adapter: shared.Adapters = None,
+    adapter: options.Adapters = None,
     folder: Annotated[Path | None, Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
-    force: shared.Force = False,
-    calibration: shared.Calibration,
+    force: options.Force = False,
+    calibration: options.Calibration,
     resources: Annotated[Values, Fields(ResourceSpec)],
-    options: Annotated[Values, NO_OPTIONS],
-    dry_run: shared.DryRun = False,
-    json: shared.Json = None,
+    of_method: Annotated[Values, NO_OPTIONS],
+    dry_run: options.DryRun = False,
+    json: options.Json = None,
 ) -> None:
     """Quantize MODEL into one artifact folder.
 
@@ -62,7 +61,7 @@ def convert(
     if dry_run:
         refuse_ranks("a forecast runs in one process; each of several takes about the same memory")
     named = {"method": recipe.pop("method"), "bits": recipe.pop("bits", None)}
-    settings = {**recipe, **options, **resources, "adapters": adapter or ()}
+    settings = {**recipe, **of_method, **resources, "adapters": adapter or ()}
     asked, limits = recipe_of(model, calibration=calibration, settings=settings, **named)
     with joined(limits.device) as here:
         job = prepare(asked, resources=limits.model_copy(update={"device": device_of(limits.device, here)}))

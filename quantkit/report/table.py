@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Group
 
 from quantkit.errors import ReportError, one_line
-from quantkit.report.records import Measurement, Report, noise_of, parse_report
+from quantkit.report.records import SPREAD, Measurement, Report, noise_of, parse_report
 from quantkit.report.screen import FigureGrid, draw_grid, plain_text
 from quantkit.report.statistics import best
 from quantkit.system.files import replace_text
@@ -81,7 +81,7 @@ def _with_deviation(m: Measurement) -> str:
 
 
 def _percentiles(m: Measurement) -> str:
-    return " / ".join(f"{float(m.details[at]):.1f}" for at in ("p50", "p90", "p99"))
+    return " / ".join(f"{float(m.details[at]):.1f}" for at in SPREAD)
 
 
 def _bytes(m: Measurement) -> str:
