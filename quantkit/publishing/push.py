@@ -269,10 +269,9 @@ def _operation(upload: Upload, large: bool) -> CommitOperationAdd:
     content = upload.content
     if isinstance(content, Path) and not large:
         content = content.read_bytes()
-        if hashlib.sha256(content).hexdigest() != upload.sha256:
-            raise HubError(f"{shown(upload.name)} has changed since it was verified. Push again.")
     operation = CommitOperationAdd(path_in_repo=upload.name, path_or_fileobj=content)
-    operation.upload_info.sha256 = bytes.fromhex(upload.sha256)  # a large file's: other bytes are refused there
+    if operation.upload_info.sha256.hex() != upload.sha256:  # the hub refuses a large file that changes after this
+        raise HubError(f"{shown(upload.name)} has changed since it was verified. Push again.")
     return operation
 
 

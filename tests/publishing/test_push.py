@@ -237,7 +237,7 @@ def test_bytes_that_change_after_the_check_are_refused(artifact, hub, monkeypatc
         return right(*arguments)
 
     monkeypatch.setattr("quantkit.publishing.push.send", changed)
-    with pytest.raises(HubError, match="other bytes than were announced"):
+    with pytest.raises(HubError, match="has changed since it was verified"):
         push(artifact, REPO, create=True)
     assert set(hub.repositories[REPO].files) == {".gitattributes"}
 
