@@ -110,18 +110,19 @@ def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[Ready
 
 @dataclass
 class _Work:
-    """The tasks of a sweep by name: those `running`, and those started `again`."""
+    """The tasks of a sweep by name, and those that were started `again`."""
 
     tasks: dict[str, Task]
     executor: Executor
     progress: Progress
     advance: Callable[[], None]
-    running: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
 
     def begin(self) -> bool:
         """Start the tasks that can start now, fail those that never can; return whether any task runs."""
-        for task in [task for task in self.tasks.values() if task.state == "waiting" and task.name not in self.running]:
+        for task in self.tasks.values():
+            if task.state != "waiting":
+                continue
             before = [self.tasks[name] for name in task.after]
             if failed := next((one.name for one in before if one.state == "failed"), None):
                 reason: str | None = f"not tried: {failed} failed"
@@ -134,15 +135,14 @@ class _Work:
                 self.advance()
                 continue
             task.log.unlink(missing_ok=True)
-            self.running.add(task.name)
             self.executor.submit(task, [sys.executable, "-m", "quantkit.cli", "sweep-task", str(task.folder)])
+            task.state = "running"
             self.progress.say(f"{task.name}: begun")
-        return bool(self.running)
+        return any(task.state == "running" for task in self.tasks.values())
 
     def wait(self) -> None:
         """Wait until a task ends; if its machine was lost, let it start again, once."""
         name, code = self.executor.finished()
-        self.running.remove(name)
         if code == 0:
             self.tasks[name].state = "done"
             self.progress.say(f"{name}: done")
