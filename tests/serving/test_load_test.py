@@ -132,7 +132,7 @@ def test_a_server_without_counts_is_told():
         report = put(server.url, requests=2)
     assert report.find("tokens_per_answer").value == 4
     assert report.find("total_tokens_per_second") is None
-    assert any("each piece of text was taken for one" in note for note in report.notes)
+    assert any("each piece of text counts as one" in note for note in report.notes)
 
 
 def test_the_figures_by_hand():
