@@ -37,7 +37,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EngineSpec
-from quantkit.system.device import described, find_device
+from quantkit.system.device import device_label, find_device
 from quantkit.system.memory import device_peak_bytes
 from quantkit.system.processor import usable_cores
 
@@ -183,7 +183,7 @@ def main() -> int:
             rows += [measure_evaluation(work / "blocks", asked, walk) for walk in (False, True)]
             rows += [measure_conversion(name, work / "blocks", work / name, asked) for name in METHODS]
             title = (
-                f"{described(asked.device)}, torch {torch.__version__}, {asked.blocks} blocks of Llama-3-8B's shapes"
+                f"{device_label(asked.device)}, torch {torch.__version__}, {asked.blocks} blocks of Llama-3-8B's shapes"
             )
     asked.out.mkdir(parents=True, exist_ok=True)
     about = {"device": title, "sequences": asked.sequences, "seconds": time.monotonic() - began, "rows": rows}

@@ -29,8 +29,8 @@ from quantkit.report.records import Report, read_report
 from quantkit.report.table import Table
 from quantkit.serving.client import Endpoint
 from quantkit.serving.launch import serving
-from quantkit.serving.load_test import LoadReport, load
-from quantkit.serving.servers import plan
+from quantkit.serving.load_test import LoadReport, run_load_test
+from quantkit.serving.servers import plan_server
 
 SOURCE = "demo"
 ARTIFACTS = ("gptq 4", "awq 4", "nf4", "ctranslate2 int8", "Q4_K_M")
@@ -152,9 +152,9 @@ def _served(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = plan(model, engine, port=port, n_ctx=2048, threads=threads, python=python, name="served")
+    launch = plan_server(model, engine, port=port, n_ctx=2048, threads=threads, python=python, name="served")
     with serving(launch):
-        report = load(Endpoint(launch.url, "served"), LoadTestSpec(concurrency=concurrency, duration=seconds))
+        report = run_load_test(Endpoint(launch.url, "served"), LoadTestSpec(concurrency=concurrency, duration=seconds))
     ttft = report.find("ttft_ms")
     print(
         f"{engine} at concurrency {concurrency}: {_value(report, 'output_tokens_per_second'):.1f} tokens/s, "

@@ -11,11 +11,11 @@ from itertools import pairwise
 
 @dataclass
 class Step:
-    """One long step: how far it is (`done` of `total` units) and a short remark such as a running value.
+    """One long step: `done` of `total` units, and a short remark such as a running value.
 
-    `work`: the step is the work itself, and its first units say how long the whole takes. `within`: what it is a part
-    of, such as a variant of a comparison. Of a step with pieces that differ, `expected` is what the piece in progress
-    takes in all, and `after` what those after it take, in seconds; None while nobody knows.
+    `work`: the step is the main work, so its pace predicts the whole. `within`: what it is a part of, such as a variant
+    of a comparison. In a step of unequal pieces, `expected` is the estimated duration of the current piece and `after`
+    that of the pieces after it, in seconds; None while unknown.
     """
 
     title: str
@@ -30,18 +30,16 @@ class Step:
 
     @property
     def share(self) -> float:
-        """How much of it is done, 0 to 1."""
         return self.done / self.total if self.total else 1.0
 
     @property
     def name(self) -> str:
-        """The title, behind what the step is a part of."""
         return f"{self.within}: {self.title}" if self.within else self.title
 
 
 @dataclass
 class Timed:
-    """An open step with the times, in seconds, at which it began and at which its piece in progress began."""
+    """An open step with the times, in seconds, at which it and its current piece began."""
 
     step: Step
     began: float
@@ -49,15 +47,14 @@ class Timed:
     done: float = 0.0
 
     def update(self, now: float) -> None:
-        """Take a change of the step."""
         if self.step.done != self.done:
             self.done, self.piece_began = self.step.done, now
 
     def left(self, now: float, inner: Step | None = None) -> float | None:
-        """Estimate the seconds that are left; None while nothing says how long a unit takes.
+        """Estimate the seconds that are left; None while no unit is finished.
 
-        Finished units take as long as those to come. Within a piece that differs from others, the pace of `inner`, the
-        innermost step, is believed where that is the work itself.
+        The estimate assumes that all units take equally long. Within a piece it uses the pace of `inner`, the innermost
+        step, if that is the main work.
         """
         step = self.step
         if step.expected is None or step.after is None:
@@ -69,17 +66,17 @@ class Timed:
 
 
 class Pieces:
-    """Pieces of long work, each of a kind and with a cost: how long the finished ones took says what is left.
+    """Pieces of long work, each a (kind, cost): the finished pieces predict what is left.
 
-    A piece takes as long as finished ones of its kind, by their costs; where there is none, as all finished ones.
+    A piece takes as long as finished pieces of its kind, per cost; if there is none, as all finished pieces.
     """
 
     def __init__(self, pieces: Sequence[tuple[str, float]], clock: Callable[[], float] = time.monotonic) -> None:
         self._pieces, self._clock = pieces, clock
-        self._ends: list[float] = []  # the begin of the first, and the end of each that is done
+        self._ends: list[float] = []  # the begin of the first piece, and the end of each finished one
 
     def next(self) -> tuple[float | None, float | None]:
-        """Begin the next piece; return how many seconds it should take, and how many all pieces after it."""
+        """Begin the next piece; return the seconds expected for it, and for all pieces after it."""
         self._ends.append(self._clock())
         number = len(self._ends) - 1
         if not number:
@@ -88,7 +85,7 @@ class Pieces:
         return expected[0], sum(expected[1:])
 
     def _seconds(self, kind: str) -> float:
-        """Of a piece of cost 1."""
+        """Return the seconds of a piece of this kind and cost 1."""
         took = [end - begin for begin, end in pairwise(self._ends)]
         finished = list(zip(took, self._pieces, strict=False))
         same = [(seconds, piece) for seconds, piece in finished if piece[0] == kind] or finished
@@ -96,7 +93,7 @@ class Pieces:
 
 
 class Progress:
-    """Hands every change of a step to `listener`, and remarks to `speaker`; without them it is silent."""
+    """Passes every change of a step to `listener`, and remarks to `speaker`; silent without them."""
 
     def __init__(
         self,
@@ -107,11 +104,11 @@ class Progress:
         self._listener, self._speaker, self._within = listener, speaker, within
 
     def within(self, name: str) -> Progress:
-        """The same, for steps that are parts of what has this name."""
+        """Return the same for steps of a part with this name."""
         return Progress(self._listener, self._speaker, name)
 
     def say(self, line: str) -> None:
-        """Tell the user something that is no part of the result, such as where work goes on."""
+        """Tell the user something that is not part of the result, such as where the work continues."""
         if self._speaker is not None:
             self._speaker(line)
 
@@ -123,7 +120,7 @@ class Progress:
     def step(self, title: str, total: float, work: bool = False) -> Iterator[Callable[..., None]]:
         """Open a step of `total` units; call the yielded function with the units done since the last call.
 
-        `pieces`: the next of them begins.
+        Give it `pieces` to begin the next one.
         """
         step = Step(title, total, work=work, within=self._within)
         self._notify(step)
@@ -143,6 +140,6 @@ class Progress:
             self._notify(step)
 
     def forward(self, step: Step) -> None:
-        """Pass on a step that happened elsewhere, such as in a child process."""
+        """Pass on a step of another process."""
         step.within = self._within
         self._notify(step)

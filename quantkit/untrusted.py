@@ -1,8 +1,8 @@
 """The one boundary at which third-party parsers meet a user's files.
 
-They raise anything for a damaged file: RecursionError, OverflowError, KeyError, even exceptions that are no Exception
-(a panic of a Rust library). `told` turns all of it into one QuantkitError with the file, the reason and the fix. The
-values of a file are held within limits before anything is built of them.
+For a damaged file they raise anything: RecursionError, OverflowError, KeyError, even exceptions that are no Exception
+(a panic of a Rust library). `reraise_as` turns each into one QuantkitError with the file, the reason and the fix.
+The values of a file are checked against limits before anything is built of them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Raised = type[QuantkitError]
 
 MOST_JSON = 1 << 28  # bytes; the largest tokenizer.json that is published has some 35 MB
 MOST_YAML = 1 << 20  # bytes of a recipe or of a model card's head
-MOST_NODES = 100_000  # values of a YAML text, all that an alias stands for included: bytes must not become gigabytes
+MOST_NODES = 100_000  # values of a YAML text with its aliases expanded: bytes must not become gigabytes
 LARGEST_NAME = 4096  # characters of a path
 DEEPEST = 64  # levels of lists and mappings in a configuration
 LONGEST_VALUE = 120  # characters of a value that a message repeats
 
 
 @contextmanager
-def told(what: str, error: Raised, fix: str = "") -> Iterator[None]:
-    """Raise `error`, ``WHAT: reason. FIX``, for whatever is raised inside.
+def reraise_as(what: str, error: Raised, fix: str = "") -> Iterator[None]:
+    """Raise `error`, ``WHAT: reason. FIX``, for any exception inside.
 
-    Errors of ours and interruptions pass; running out of memory becomes a ResourceError.
+    Our own errors and interruptions pass; running out of memory becomes a ResourceError.
     """
     try:
         yield
@@ -46,9 +46,12 @@ def told(what: str, error: Raised, fix: str = "") -> Iterator[None]:
         raise error(f"{what}: {reason_of(raised)}. {fix}".rstrip()) from raised
 
 
+told = reraise_as  # its old name, until all callers have the new one
+
+
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Let nothing reach the standard error: a panic of a Rust library prints itself, before it is an exception."""
+    """Silence standard error: a panic of a Rust library prints itself before it becomes an exception."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -61,8 +64,8 @@ def silenced() -> Iterator[None]:
 
 
 def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON) -> str:
-    """The text of a UTF-8 file of at most `most` bytes; raises `error`."""
-    with told(f"{path} cannot be read", error, fix):
+    """Read a UTF-8 file of at most `most` bytes; raises `error`."""
+    with reraise_as(f"{path} cannot be read", error, fix):
         size = path.stat().st_size
         if size > most:
             raise error(f"{path} has {size:,} bytes, and no such file has more than {most:,}. {fix}".rstrip())
@@ -74,19 +77,19 @@ def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON)
 
 
 def parse_json(text: str | bytes, what: str, error: Raised, fix: str = "") -> Any:
-    """The value of a JSON text; raises `error`."""
-    with told(f"{what} is not valid JSON", error, fix):
+    """Parse a JSON text; raises `error`."""
+    with reraise_as(f"{what} is not valid JSON", error, fix):
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return _without_halves(json.loads(text), text)
 
 
 def read_json(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> Any:
-    """The value in a JSON file; raises `error`."""
+    """Parse a JSON file; raises `error`."""
     return parse_json(read_text(path, error, fix, most), str(path), error, fix)
 
 
 def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> dict[str, Any]:
-    """The object in a JSON file, not nested deeper than a configuration can be; raises `error`."""
+    """Parse a JSON file that holds an object, nested no deeper than a configuration; raises `error`."""
     values = read_json(path, error, fix, most)
     if not isinstance(values, dict):
         raise error(f"{path} holds no object of keys and values. {fix}".rstrip())
@@ -96,7 +99,7 @@ def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON)
 
 
 def depth_exceeds(value: Any, most: int) -> bool:
-    """Whether lists and mappings are nested deeper than `most` levels."""
+    """Return whether lists and mappings are nested deeper than `most` levels."""
     level = [value]
     for _ in range(most + 1):
         held = [item for item in level if isinstance(item, dict | list)]
@@ -105,12 +108,12 @@ def depth_exceeds(value: Any, most: int) -> bool:
 
 
 def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool = False) -> Any:
-    """The value of a YAML text, with `plain` every scalar as the string that is written; raises `error`."""
+    """Parse a YAML text, with `plain` all scalars as strings; raises `error`."""
     import yaml
 
     if len(text) > MOST_YAML:
         raise error(f"{what} has {len(text):,} characters; at most {MOST_YAML:,} are read. {fix}".rstrip())
-    with told(f"{what} is not valid YAML", error, fix):
+    with reraise_as(f"{what} is not valid YAML", error, fix):
         loader: type[Any] = yaml.BaseLoader if plain else yaml.SafeLoader
         tree = yaml.compose(text, loader)
         if tree is None:
@@ -121,7 +124,7 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
 
 
 def _without_halves(value: Any, text: str) -> Any:
-    """The value; raises ValueError where `text` escapes half of a character, which no UTF-8 file can hold."""
+    """Return `value`; raise ValueError if `text` escapes half of a character, which UTF-8 cannot hold."""
     if re.search(r"\\(?:u|U0000)[dD][89a-fA-F]", text):
         try:
             json.dumps(value, ensure_ascii=False, default=str).encode()
@@ -131,7 +134,7 @@ def _without_halves(value: Any, text: str) -> Any:
 
 
 def _count_nodes(node: Any, known: dict[int, float]) -> float:
-    """How many values a node of YAML stands for; without end where it holds itself."""
+    """Count the values that a YAML node expands to; infinite if it contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf  # until all inside is counted
         inner = node.value if isinstance(node.value, list) else ()
@@ -141,7 +144,7 @@ def _count_nodes(node: Any, known: dict[int, float]) -> float:
 
 
 def path_of(text: str | Path, error: Raised) -> Path:
-    """A path as a user writes it, with ``~`` for a home folder; raises `error` for what cannot be one."""
+    """Return a user's path, with ``~`` for a home folder; raise `error` for an impossible one."""
     name = str(text)
     if "\0" in name or len(name) > LARGEST_NAME:
         raise error(f"{name[:80]!r} cannot be the name of a file or folder")
@@ -154,7 +157,7 @@ def path_of(text: str | Path, error: Raised) -> Path:
 
 
 def inside(folder: Path, path: Path) -> bool:
-    """Whether `path`, with its links followed, lies in `folder`, or in the store that a hub cache links into."""
+    """Return whether `path`, with links followed, is in `folder`, or in the store that a hub cache links into."""
     try:
         real, root = path.resolve(), folder.resolve()
     except (RuntimeError, OSError):  # links in a circle
@@ -166,7 +169,7 @@ def inside(folder: Path, path: Path) -> bool:
 
 
 def whole_number(values: Mapping[str, Any], key: str, least: int, most: int, where: str, error: Raised) -> int | None:
-    """The whole number at `key`, None where there is none; raises `error` for another kind or one out of range."""
+    """Return the whole number at `key`, or None; raise `error` for another type or a number out of range."""
     value = values.get(key)
     if value is None:
         return None
@@ -176,7 +179,7 @@ def whole_number(values: Mapping[str, Any], key: str, least: int, most: int, whe
 
 
 def shown(value: object) -> str:
-    """A user's value as a message repeats it: on one line, and short."""
+    """Return a user's value for a message: short, on one line."""
     try:
         return one_line(_SHORT.repr(value), LONGEST_VALUE)
     except ValueError:  # Python writes no number of more than 4,300 digits

@@ -8,7 +8,7 @@ from tokenizers.pre_tokenizers import FixedLength
 
 from quantkit import untrusted
 from quantkit.errors import LONGEST, RecipeError, ResourceError, SourceError
-from quantkit.untrusted import depth_exceeds, parse_json, parse_yaml, read_object, read_text, silenced, told
+from quantkit.untrusted import depth_exceeds, parse_json, parse_yaml, read_object, read_text, reraise_as, silenced
 
 # 400 bytes whose aliases stand for 9^9 values.
 BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "\n".join(
@@ -26,23 +26,26 @@ class Panic(BaseException):
     (Panic("index out of bounds"), "x.json: index out of bounds. Fetch it."),
 ])  # fmt: skip
 def test_whatever_is_raised_is_told(raised, says):
-    with pytest.raises(SourceError) as caught, told("x.json", SourceError, "Fetch it."):
+    with pytest.raises(SourceError) as caught, reraise_as("x.json", SourceError, "Fetch it."):
         raise raised
     assert str(caught.value) == says
 
 
 def test_errors_of_ours_and_interruptions_pass():
     for error in (RecipeError("ours"), KeyboardInterrupt(), SystemExit(3)):
-        with pytest.raises(type(error)) as caught, told("x", SourceError):
+        with pytest.raises(type(error)) as caught, reraise_as("x", SourceError):
             raise error
         assert caught.value is error
 
 
 def test_too_little_memory_and_a_real_panic_without_what_it_prints_are_told(capfd):
-    with pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"), told("x", SourceError):
+    with (
+        pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"),
+        reraise_as("x", SourceError),
+    ):
         np.empty(1 << 60, np.uint8)
     cutter = FixedLength(0)
-    with pytest.raises(SourceError, match="chunk size must be non-zero"), told("x", SourceError), silenced():
+    with pytest.raises(SourceError, match="chunk size must be non-zero"), reraise_as("x", SourceError), silenced():
         cutter.pre_tokenize_str("abc")
     assert capfd.readouterr().err == ""
 

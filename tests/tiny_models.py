@@ -64,7 +64,7 @@ def without_progress(text):
 
 
 PROGRESS = re.compile(
-    r"^(?:device: |judged (?:whole|block by block)|"
+    r"^(?:device: |evaluated (?:whole|block by block)|"
     r".*: (?:done, |ended at \d+%, |\d+% after |perplexity .* ms/token @ )).*\n",
     re.MULTILINE,
 )

@@ -87,9 +87,9 @@ def table(case: Case) -> Attack:
     case.rewrite(path, json_or_raw)
 
     def call() -> None:
-        from quantkit.report.table import joined, read_tables
+        from quantkit.report.table import join_tables, read_tables
 
-        print(joined(read_tables(path)).to_markdown())
+        print(join_tables(read_tables(path)).to_markdown())
 
     return Attack(
         ["(read_tables)", str(path)], lambda: judges.table(case.bases / "compared" / "table.json", path), call

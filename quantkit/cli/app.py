@@ -13,38 +13,34 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
-from quantkit.cli.compare import compare, report, run, status, sweep_task, table
-from quantkit.cli.convert import convert, method_options
-from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
-from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
+from quantkit.cli import compare, convert, evaluate, inspect, push, serving
 from quantkit.cli.options import Command, say, with_options
-from quantkit.cli.push import push
-from quantkit.cli.serving import bench, serve
 from quantkit.cli.signals import signals_that_end
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
 from quantkit.system.ranks import refuse_ranks, tells, told
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "convert": convert,
-    "eval-ppl": eval_ppl,
-    "eval": evaluate_all,
-    "eval-tasks": eval_tasks,
-    "compare": compare,
-    "run": run,
-    "status": status,
-    "sweep-task": sweep_task,
-    "table": table,
-    "report": report,
-    "bench": bench,
-    "serve": serve,
-    "push": push,
-    "inspect": inspect,
-    "verify": verify,
-    "methods": methods,
-    "cache": cache,
-    "imatrix": imatrix,
-    "import": import_file,
+    "convert": convert.convert,
+    "eval-ppl": evaluate.eval_ppl,
+    "eval": evaluate.evaluate_all,
+    "eval-tasks": evaluate.eval_tasks,
+    "compare": compare.compare,
+    "run": compare.run,
+    "status": compare.status,
+    "sweep-task": compare.sweep_task,
+    "table": compare.table,
+    "report": compare.report,
+    "bench": serving.bench,
+    "serve": serving.serve,
+    "push": push.push,
+    "inspect": inspect.inspect,
+    "verify": inspect.verify,
+    "methods": inspect.methods,
+    "cache": evaluate.cache,
+    "imatrix": inspect.imatrix,
+    "import": inspect.import_file,
 }
 
 BEGIN = """\
@@ -56,9 +52,9 @@ quantkit --help                           all commands; quantkit COMMAND --help:
 
 
 def begin(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    context: typer.Context, version: Annotated[bool, Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Print the version, or how to begin where no command is given."""
+    """Print the version, or how to begin if no command is given."""
     if context.invoked_subcommand not in (None, "convert"):
         refuse_ranks("only the command convert is for several")
     if version:
@@ -70,7 +66,7 @@ def begin(
 
 
 def make_app(words: Sequence[str] = ()) -> typer.Typer:
-    """The command line for these words: `convert` has the options of the method that they ask for."""
+    """Return the command line; `convert` has the options of the method that these words name."""
     app = typer.Typer(
         invoke_without_command=True,
         pretty_exceptions_enable=False,
@@ -78,7 +74,7 @@ def make_app(words: Sequence[str] = ()) -> typer.Typer:
         help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
     )
     app.callback()(begin)
-    own = {"options": method_options(words)} if "convert" in words[:1] else {}
+    own = {"of_method": convert.method_options(words)} if "convert" in words[:1] else {}
     for name, function in COMMANDS.items():
         command = with_options(function, **own) if name == "convert" else with_options(function)
         app.command(name, cls=Command, hidden=name == "sweep-task")(command)
@@ -86,33 +82,26 @@ def make_app(words: Sequence[str] = ()) -> typer.Typer:
 
 
 err = Console(stderr=True)
+NO_ROOM = b"error: ResourceError: the memory that this process may take ran out\n"
 
 
 def main() -> None:
-    """Entry of the command `quantkit`: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
+    """Run `quantkit`; exit codes: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
     try:
         with signals_that_end(), leader_alone_heard():
             make_app(sys.argv[1:])()
-    except QuantkitError as error:
-        if tells(error):
-            _tell(f"{type(error).__name__}: {error}")
-        sys.exit(1)
     except Exception as error:
-        if not tells(error):
-            sys.exit(1)
-        short = shortage_of(error)
-        if short is None and not isinstance(error, OSError):
-            raise
-        name = getattr(error, "filename", None)
-        where = f" ({one_line(str(name), LONGEST)})" if name else ""
-        reason = one_line(str(getattr(error, "strerror", None) or error), LONGEST)
-        _tell(f"{reason}{where}" if short is None else f"{ResourceError.__name__}: {short}")
+        if tells(error):
+            line = _explained(error)
+            if line is None:
+                raise
+            _print_error(line)
         sys.exit(1)
 
 
 @contextmanager
 def leader_alone_heard() -> Iterator[None]:
-    """Of several processes that torchrun has started, let only the first one's words through; errors come later."""
+    """Let only the first of several processes of torchrun print; errors come later."""
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0" and told().size > 1:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
@@ -121,10 +110,19 @@ def leader_alone_heard() -> Iterator[None]:
         yield
 
 
-NO_ROOM = b"error: ResourceError: the memory that this process may take ran out\n"
+def _explained(error: Exception) -> str | None:
+    """Return the line for an error that the user can act on, None for a fault in quantkit."""
+    if isinstance(error, QuantkitError):
+        return f"{type(error).__name__}: {error}"
+    if short := shortage_of(error):
+        return f"{ResourceError.__name__}: {short}"
+    if not isinstance(error, OSError):
+        return None
+    where = f" ({one_line(str(error.filename), LONGEST)})" if error.filename else ""
+    return f"{one_line(error.strerror or str(error), LONGEST)}{where}"
 
 
-def _tell(line: str) -> None:
+def _print_error(line: str) -> None:
     try:
         err.print(Text.assemble(("error:", "red"), f" {line}"), soft_wrap=True)
     except MemoryError:

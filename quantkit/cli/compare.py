@@ -1,154 +1,140 @@
-"""The commands for several things at once: `compare`, `run` for a recipe file, `table` for what was measured."""
+"""The commands for several things at once: `compare`, `run` for a recipe file, `table` and `report` for what exists."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
-from quantkit.cli.options import (
-    WINDOWS,
-    AdapterOption,
-    CalibrationFields,
-    Fields,
-    ForceOption,
-    JsonOption,
-    ModelArgument,
-    NotesOption,
-    TransposeOption,
-    Values,
-    print_artifact,
-    print_table,
-    save,
-    say,
-    writable,
-)
+from quantkit.cli import options
+from quantkit.cli.options import WINDOWS, Fields, TableOptions, Values, print_artifact, save, say, writable
+from quantkit.cli.progress import progress_bars, progress_with_table
 from quantkit.errors import RecipeError, SweepError
-from quantkit.recipe import DEVICE, CompareRecipe, ConvertRecipe, EvaluationSpec, ResourceSpec, SweepRecipe, load_recipe
-
-if TYPE_CHECKING:
-    from quantkit.comparison.sweep import Outcome
+from quantkit.recipe import (
+    DEVICE,
+    CompareRecipe,
+    ConvertRecipe,
+    ConvertRun,
+    EvaluationSpec,
+    ResourceSpec,
+    SweepRecipe,
+    load_recipe,
+    parse,
+)
+from quantkit.system.sizes import parse_size
+from quantkit.system.threads import end_with_parent
 
 
 def compare(
-    model: ModelArgument,
+    model: options.Model,
     *,
-    adapter: AdapterOption = None,
-    methods: Annotated[
-        str | None, typer.Option(help="METHOD or METHOD:BITS, comma-separated. Default: all families.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option("--out", help="Output folder. Default: quantkit-compare/MODEL.")
-    ] = None,
+    adapter: options.Adapters = None,
+    methods: Annotated[str | None, Option(help="METHOD or METHOD:BITS, comma-separated. Default: all.")] = None,
+    folder: Annotated[Path | None, Option("--out", help="Output folder. Default: quantkit-compare/MODEL.")] = None,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
-    calibration: CalibrationFields,
+    calibration: options.Calibration,
     recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision", "device"))],
-    transpose: TransposeOption = None,
-    notes: NotesOption = False,
-    json: JsonOption = None,
+    shown: TableOptions,
 ) -> None:
-    """Convert MODEL with every method, judge all by one ruler, print one table."""
-    from quantkit.cli.progress import growing
-    from quantkit.comparison import compare as comparison
+    """Convert MODEL with every method, evaluate all copies alike, and print one table."""
+    from quantkit.comparison.compare import DEFAULT_VARIANTS
 
-    variants = methods.split(",") if methods else comparison.DEFAULT_VARIANTS
-    with growing(transpose) as (progress, row):
-        table = comparison.compare(
-            model, variants, calibration=calibration, evaluation=evaluation, out=folder, progress=progress, row=row,
-            adapters=adapter or (), **recipe,
-        )  # fmt: skip
-    save(json, table.to_json())
-    print_table(table, transpose, notes)
+    values = {
+        "model": model,
+        "adapters": tuple(adapter or ()),
+        "variants": tuple(methods.split(",")) if methods else DEFAULT_VARIANTS,
+        "out": None if folder is None else str(folder),
+        "evaluation": evaluation,
+        "calibration": calibration,
+        **recipe,
+    }
+    _compare(parse(CompareRecipe, values, "compare"), shown)
+
+
+def _compare(recipe: CompareRecipe, shown: TableOptions) -> None:
+    from quantkit.comparison.compare import run_comparison
+
+    with progress_with_table(shown.transpose) as (progress, row):
+        table = run_comparison(recipe, progress, row)
+    shown.show(table)
 
 
 def run(
     recipe: Annotated[
-        Path,
-        typer.Argument(help="YAML recipe: one with `models` sweeps, one with `variants` compares, others convert."),
+        Path, Argument(help="YAML recipe: `models` in it start a sweep, `variants` a comparison, else it converts.")
     ],
     *,
-    folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: the recipe's.")] = None,
-    executor: Annotated[
-        Literal["local", "ray"], typer.Option(help="Of a sweep: local, or ray for the machines of a Ray cluster.")
-    ] = "local",
-    address: Annotated[str, typer.Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
-    processes: Annotated[int, typer.Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
-    device: Annotated[str | None, typer.Option(help=f"{DEVICE}. Default: the recipe's, or auto.")] = None,
-    force: ForceOption = False,
-    transpose: TransposeOption = None,
-    notes: NotesOption = False,
-    json: JsonOption = None,
+    folder: Annotated[Path | None, Option("--out", help="Output folder. Default: the recipe's.")] = None,
+    executor: Annotated[Literal["local", "ray"], Option(help="Of a sweep: local, or ray for a Ray cluster.")] = "local",
+    address: Annotated[str, Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
+    processes: Annotated[int, Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
+    device: Annotated[str | None, Option(help=f"{DEVICE}. Default: the recipe's, or auto.")] = None,
+    force: options.Force = False,
+    shown: TableOptions,
 ) -> None:
-    """Carry out a recipe file."""
-    from quantkit.cli.progress import growing
-    from quantkit.cli.progress import shown as steps
-    from quantkit.comparison import compare as comparison
-    from quantkit.conversion.check import check, prepare
-    from quantkit.conversion.convert import run as run_conversion
-
+    """Run a recipe file."""
     loaded = load_recipe(recipe)
     if folder is not None:
         loaded = loaded.model_copy(update={"out": str(folder)})
     if device is not None:
         loaded = loaded.model_copy(update={"device": device})
     if isinstance(loaded, SweepRecipe):
-        outcome = _sweep(loaded, address if executor == "ray" else None, processes)
-        if outcome.sheet is not None:
-            save(json, outcome.sheet.to_json())
-            print_table(outcome.sheet, transpose, notes)
-        if failed := [f"{name}: {why}" for name, why in outcome.failed.items()]:
-            raise SweepError(f"{len(failed)} tasks failed: {'; '.join(failed)}")
-        return
-    if processes > 1 or executor != "local":
+        _sweep(loaded, address if executor == "ray" else None, processes, shown)
+    elif processes > 1 or executor != "local":
         raise RecipeError(f"--executor and --processes are for recipes with `models`; {recipe} has none")
-    if isinstance(loaded, CompareRecipe):
-        with growing(transpose) as (progress, row):
-            table = comparison.run(loaded, progress, row)
-        save(json, table.to_json())
-        print_table(table, transpose, notes)
-        return
-    recipe_alone = ConvertRecipe.model_validate(loaded.model_dump(exclude={"out", "device"}))
-    ready = check(prepare(recipe_alone, resources=ResourceSpec(device=loaded.device)), loaded.out, force)
-    with steps() as progress:
-        artifact = run_conversion(ready, progress)
-    save(json, artifact.manifest.model_dump_json(indent=2))
+    elif isinstance(loaded, CompareRecipe):
+        _compare(loaded, shown)
+    else:
+        _convert(loaded, force, shown.json)
+
+
+def _convert(recipe: ConvertRun, force: bool, json: Path | None) -> None:
+    from quantkit.conversion.check import check, prepare
+    from quantkit.conversion.convert import run
+
+    asked = ConvertRecipe.model_validate(recipe.model_dump(exclude={"out", "device"}))
+    ready = check(prepare(asked, resources=ResourceSpec(device=recipe.device)), recipe.out, force)
+    with progress_bars() as progress:
+        artifact = run(ready, progress)
+    save(json, artifact.manifest)
     print_artifact(artifact)
 
 
-def _sweep(recipe: SweepRecipe, ray: str | None, processes: int) -> Outcome:
-    """Sweep with so many processes of this machine, or on the Ray cluster at an address."""
-    from quantkit.cli.progress import shown as steps
+def _sweep(recipe: SweepRecipe, ray: str | None, processes: int, shown: TableOptions) -> None:
+    """Sweep with that many processes of this machine, or on the Ray cluster at an address."""
     from quantkit.comparison.executors import Local, OnRay
-    from quantkit.comparison.sweep import run as run_sweep
+    from quantkit.comparison.sweep import run_sweep
 
     executor = Local(processes) if ray is None else OnRay(ray, max([1, *recipe.evaluation.threads]))
-    with steps() as progress:
-        return run_sweep(recipe, executor, progress)
+    with progress_bars() as progress:
+        outcome = run_sweep(recipe, executor, progress)
+    if outcome.sheet is not None:
+        shown.show(outcome.sheet)
+    if failed := [f"{name}: {why}" for name, why in outcome.failed.items()]:
+        raise SweepError(f"{len(failed)} tasks failed: {'; '.join(failed)}")
 
 
-def sweep_task(folder: Annotated[Path, typer.Argument(help="The task's folder.")]) -> None:
-    """Do one task of a sweep."""
-    from quantkit.cli.progress import shown as steps
+def sweep_task(folder: Annotated[Path, Argument(help="The task's folder.")]) -> None:
+    """Run one task of a sweep."""
     from quantkit.comparison.tasks import run_task
-    from quantkit.system.threads import end_with_parent
 
     end_with_parent()
-    with steps() as progress:
+    with progress_bars() as progress:
         run_task(folder, progress)
 
 
-def status(folder: Annotated[Path, typer.Argument(help="The output folder of a sweep.")]) -> None:
-    """Say how far the tasks of a sweep are, how long they took and what memory."""
+def status(folder: Annotated[Path, Argument(help="The output folder of a sweep.")]) -> None:
+    """Show the status, run time and peak memory of a sweep's tasks."""
     from quantkit.comparison.tasks import read_tasks
 
     for task in read_tasks(folder):
         say(task.status())
 
 
-PlacesArgument = Annotated[
+TablePaths = Annotated[
     list[str],
-    typer.Argument(
+    Argument(
         metavar="[LABEL=]PATH ...",
         help="Folders of comparisons, their table.json, or reports; LABEL names the machine.",
     ),
@@ -156,52 +142,44 @@ PlacesArgument = Annotated[
 
 
 def table(
-    places: PlacesArgument,
+    places: TablePaths,
     *,
-    folder: Annotated[
-        Path | None, typer.Option("--out", help="Write table.md, .csv, .json and the picture there.")
-    ] = None,
-    transpose: TransposeOption = None,
-    notes: NotesOption = False,
-    json: JsonOption = None,
+    folder: Annotated[Path | None, Option("--out", help="Folder for table.md, .csv, .json and the picture.")] = None,
+    shown: TableOptions,
 ) -> None:
-    """Put what was measured of several models and on several machines into one table."""
-    from quantkit.comparison.compare import draw_table, write_table
-    from quantkit.report.table import joined, read_places
+    """Join the reports of several models and machines into one table."""
+    from quantkit.report.plot import draw
+    from quantkit.report.table import join_tables, read_places, write_table
 
-    sheet = joined(read_places(places))
+    sheet = join_tables(read_places(places))
     if folder is not None:
         write_table(sheet, folder)
-        draw_table(sheet, folder)
-    save(json, sheet.to_json())
-    print_table(sheet, transpose, notes)
+        draw(sheet, folder)
+    shown.show(sheet)
 
 
 def report(
-    places: PlacesArgument,
+    places: TablePaths,
     *,
-    page: Annotated[
-        Path, typer.Option("--out", dir_okay=False, callback=writable(".html"), help="The page to write.")
-    ] = Path("report.html"),
-    max_kld: Annotated[
-        float, typer.Option(min=0, help="Name the smallest copy with at most this divergence, in nats.")
-    ] = 0.1,
+    page: Annotated[Path, Option("--out", dir_okay=False, callback=writable(".html"), help="Page to write.")] = Path(
+        "report.html"
+    ),
+    max_kld: Annotated[float, Option(min=0, help="Name the smallest copy within this KLD, in nats.")] = 0.1,
     max_size: Annotated[
-        str | None, typer.Option(help="Name the best copy of at most this size, such as 90MB. Default: 1/3 of float16.")
+        str | None, Option(help="Name the best copy within this size, such as 90MB. Default: 1/3 of float16.")
     ] = None,
-    json: JsonOption = None,
+    json: options.Json = None,
 ) -> None:
-    """Write what was measured as one HTML page that needs nothing but itself."""
+    """Write the reports as one self-contained HTML page."""
     from quantkit.report.page import find_artifacts
     from quantkit.report.page import page as rendered
-    from quantkit.report.table import joined, read_places
-    from quantkit.serving.servers import server_of
-    from quantkit.system.sizes import parse_size
+    from quantkit.report.table import join_tables, read_places
+    from quantkit.serving.servers import server_summary
 
     max_bytes = None if max_size is None else parse_size(max_size, "--max-size")
-    sheet = joined(read_places(places))
+    sheet = join_tables(read_places(places))
     artifacts, remarks = find_artifacts(places)
-    text = rendered(sheet, artifacts, remarks, max_kld, max_bytes, server_of)
+    text = rendered(sheet, artifacts, remarks, max_kld, max_bytes, server_summary)
     save(page, text)
     save(json, sheet.to_json())
     number = len(sheet.models)

@@ -8,23 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from quantkit.cli import progress
-from quantkit.cli.options import (
-    AdapterOption,
-    CalibrationFields,
-    Fields,
-    ForceOption,
-    JsonOption,
-    ModelArgument,
-    Values,
-    print_artifact,
-    save,
-    say,
-)
+from quantkit.cli import options, progress
+from quantkit.cli.options import Fields, Values, print_artifact, save, say
 from quantkit.recipe import ConvertRecipe, ResourceSpec, Strict
+from quantkit.system.device import memory_of
 from quantkit.system.ranks import device_of, joined, refuse_ranks
+from quantkit.system.sizes import megabytes
 
 if TYPE_CHECKING:
     from quantkit.conversion.dry_run import DryRun
@@ -33,7 +24,7 @@ NO_OPTIONS = Fields(Strict)
 
 
 def method_options(words: Sequence[str]) -> Fields:
-    """The options of the method that a command line asks for with `--method`; raises RecipeError for an unknown one."""
+    """Return the options of the method that the command line names; raises RecipeError for an unknown method."""
     from quantkit.contracts.registry import find_method
 
     after = (following for word, following in pairwise(words) if word == "--method")
@@ -45,17 +36,17 @@ def method_options(words: Sequence[str]) -> Fields:
 
 
 def convert(
-    model: ModelArgument,
+    model: options.Model,
     *,
     recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision"))],
-    adapter: AdapterOption = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
-    force: ForceOption = False,
-    calibration: CalibrationFields,
+    adapter: options.Adapters = None,
+    folder: Annotated[Path | None, Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
+    force: options.Force = False,
+    calibration: options.Calibration,
     resources: Annotated[Values, Fields(ResourceSpec)],
-    options: Annotated[Values, NO_OPTIONS],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Forecast memory, disk and time; write nothing.")] = False,
-    json: JsonOption = None,
+    of_method: Annotated[Values, NO_OPTIONS],
+    dry_run: options.DryRun = False,
+    json: options.Json = None,
 ) -> None:
     """Quantize MODEL into one artifact folder.
 
@@ -68,9 +59,9 @@ def convert(
     from quantkit.models.config import leave_torch_out
 
     if dry_run:
-        refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
+        refuse_ranks("a forecast runs in one process; each of several takes about the same memory")
     named = {"method": recipe.pop("method"), "bits": recipe.pop("bits", None)}
-    settings = {**recipe, **options, **resources, "adapters": adapter or ()}
+    settings = {**recipe, **of_method, **resources, "adapters": adapter or ()}
     asked, limits = recipe_of(model, calibration=calibration, settings=settings, **named)
     with joined(limits.device) as here:
         job = prepare(asked, resources=limits.model_copy(update={"device": device_of(limits.device, here)}))
@@ -83,27 +74,17 @@ def convert(
         if here.rank:
             follow(ready)
             return
-        with progress.shown() as steps:
+        with progress.progress_bars() as steps:
             artifact = run_conversion(ready, steps)
-    save(json, artifact.manifest.model_dump_json(indent=2))
+    save(json, artifact.manifest)
     print_artifact(artifact)
-    if folder is None and not progress.quiet:
-        _say_next(artifact.folder, model, adapter or [])
-
-
-def _say_next(folder: Path, model: str, adapters: list[str]) -> None:
-    """What a user types next who was not asked where the artifact goes."""
-    source = ["--source", model] if Path(model).expanduser().exists() else []
-    merged = [word for adapter in adapters for word in ("--adapter", adapter)]
-    say(f"Judge it: {shlex.join(['quantkit', 'eval-ppl', str(folder), *source, *merged])}")
+    if folder is None and not progress.is_quiet:
+        source = ["--source", model] if Path(model).expanduser().exists() else []
+        merged = [word for one in adapter or () for word in ("--adapter", one)]
+        say(f"Evaluate it: {shlex.join(['quantkit', 'eval-ppl', str(artifact.folder), *source, *merged])}")
 
 
 def _print_forecast(trial: DryRun, path: Path | None) -> None:
-    import json
-
-    from quantkit.report.table import megabytes
-    from quantkit.system.device import memory_of
-
     forecast = trial.forecast
     say(f"{trial.out} would take, on this machine:")
     if forecast is None:
@@ -119,4 +100,4 @@ def _print_forecast(trial: DryRun, path: Path | None) -> None:
     say(f"  disk: {megabytes(trial.disk)} at most")
     minutes = (trial.before_seconds + trial.work_seconds) / 60
     say(f"  time: about {minutes:.1f} minutes and what reading and writing take")
-    save(path, json.dumps(trial.to_values(), indent=2))
+    save(path, trial.to_values())

@@ -1,36 +1,39 @@
-"""What the commands share: options made of the records' fields, the console, how results are printed and saved.
+"""What the commands share: options made from the fields of records, and how results are printed and saved.
 
-A parameter of a command that is annotated with `Fields` stands for options: one for each field of a record, with the
-field's name, type, default and description. The command gets what was given as a dict.
+A parameter annotated with `Fields` becomes one option for each field of a record, with the field's name, type,
+default and description; the command gets a dict of the given values. A dataclass as a parameter becomes options, too:
+one for each of its fields. So commands share options.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
+from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 from typer.core import TyperCommand
 
-from quantkit.artifact import MANIFEST
+import quantkit
+from quantkit.artifact import MANIFEST, Artifact
 from quantkit.checkpoints.side_files import SIDE_FILES
-from quantkit.cli.progress import choose
+from quantkit.cli.progress import configure_verbosity
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
-from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
+from quantkit.recipe import CalibrationSpec, EngineSpec, ModelRef, Strict, parse
 from quantkit.system.files import refuse_unwritable
-from quantkit.untrusted import parse_yaml, path_of, shown, told
-
-if TYPE_CHECKING:
-    from quantkit.report.table import Table
+from quantkit.system.sizes import megabytes
+from quantkit.untrusted import parse_yaml, path_of, reraise_as, shown
 
 out = Console()
 FILE_WIDTH = 120  # columns of a table in a file
@@ -42,9 +45,10 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fields:
-    """Options for these fields of a record (default: all of them); `prefix` stands before each of their names.
+    """Options for fields of a record (default: all); `prefix` begins each option's name.
 
-    `unset`: an option that is not given is None, whatever the field's default is. `panel`: their heading in the help.
+    With `unset`, an option that is not given is left out, even if its field has a default. `panel` is a heading in the
+    help.
     """
 
     record: type[Strict]
@@ -55,53 +59,47 @@ class Fields:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields."""
         return self.names or tuple(self.record.model_fields)
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """The options as parameters of a function that typer reads."""
+        """Return the options as parameters of a function that typer reads."""
         for field in self.fields:
             name, info = self.prefix + field, self.record.model_fields[field]
             flag = "--" + name.replace("_", "-")
-            kind, settings = _kind(info.annotation, flag)
-            flags = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+            kind, parser = _kind(info.annotation, flag)
             default = None if self.unset or info.get_default() == () else info.get_default()
-            text = _help(info.description)
+            text = " ".join(f"{part[:1].upper()}{part[1:]}." for part in (info.description or "").split("; "))
             if self.unset and (own := info.get_default(call_default_factory=True)) is not None:
                 text += f" Default: {str(own).lower() if kind is bool else own}."
-            option = typer.Option(
-                ... if info.is_required() else default, flags, help=text, rich_help_panel=self.panel, **settings
-            )
+            option = Option(
+                ... if info.is_required() else default, f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+                help=text, rich_help_panel=self.panel, parser=parser,
+            )  # fmt: skip
             yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
     def take(self, values: Values) -> Values:
-        """Take the values of these options out of `values`; those that are None are left out."""
+        """Take the values of these options out of `values`; leave out those that are None."""
         taken = {name: values.pop(self.prefix + name) for name in self.fields}
         return {name: value for name, value in taken.items() if value is not None}
 
 
-def _help(description: str | None) -> str:
-    """``a text; default: ours`` as sentences."""
-    return " ".join(f"{part[:1].upper()}{part[1:]}." for part in (description or "").split("; "))
-
-
-def _kind(annotation: Any, flag: str) -> tuple[Any, Values]:
-    """The type of a field's option, and the settings that read what is no plain type from text."""
+def _kind(annotation: Any, flag: str) -> tuple[Any, Callable[[str], Any] | None]:
+    """Return the type of a field's option, and the parser of a type that typer does not know."""
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    kinds = tuple(
-        get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds if kind is not NoneType
-    )
-    if kinds[0] in (bool, int, float, str) and len(kinds) == 1:
-        return kinds[0], {}
-    if get_origin(kinds[0]) is tuple:
-        item = get_args(kinds[0])[0]
-        item = get_args(item)[0] if get_origin(item) is Annotated else item
-        return str, {"parser": functools.partial(_items, item=item, flag=flag)}
-    return str, {"parser": _value}
+    first, *others = (_bare(kind) for kind in kinds if kind is not NoneType)
+    if first in (bool, int, float, str) and not others:
+        return first, None
+    if get_origin(first) is tuple:
+        return str, functools.partial(_items, item=_bare(get_args(first)[0]), flag=flag)
+    return str, _value
+
+
+def _bare(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _items(text: str, item: type, flag: str) -> tuple[Any, ...]:
-    """``1,2`` as numbers, ``size,speed`` as names."""
+    """Parse ``1,2`` as numbers, ``size,speed`` as names."""
     try:
         return tuple(item(part) for part in text.split(",")) if text else ()
     except ValueError:
@@ -109,7 +107,7 @@ def _items(text: str, item: type, flag: str) -> tuple[Any, ...]:
 
 
 def _value(text: str) -> Any:
-    """A value as a recipe says it: a number such as ``64``, a mapping or list in brackets, else the text itself."""
+    """Parse a value as in a recipe: a number, a mapping or list in brackets, or else a text."""
     if re.fullmatch(r"[+-]?\d{1,18}", text):
         return int(text)
     if re.fullmatch(r"[+-]?\d{1,18}\.\d{1,18}", text):
@@ -122,39 +120,55 @@ def _value(text: str) -> Any:
     return text
 
 
-def _loudness(
-    *,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the result.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print what libraries say, too.")] = False,
-) -> None: ...
+class Group:
+    """The parameters of a function or a dataclass as options; `others` replace the marks of some."""
+
+    def __init__(self, function: Callable[..., Any], **others: Fields) -> None:
+        parameters = inspect.signature(function, eval_str=True).parameters
+        self._function = function
+        self._parts = {name: others.get(name) or _part(parameter) for name, parameter in parameters.items()}
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """Return the options as parameters of a function that typer reads."""
+        for part in self._parts.values():
+            if isinstance(part, inspect.Parameter):
+                yield part.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            else:
+                yield from part.parameters()
+
+    def take(self, values: Values) -> Any:
+        """Take the values of these options out of `values`, and call the function with them."""
+        given = {}
+        for name, part in self._parts.items():
+            given[name] = values.pop(name) if isinstance(part, inspect.Parameter) else part.take(values)
+        return self._function(**given)
+
+
+def _part(parameter: inspect.Parameter) -> inspect.Parameter | Fields | Group:
+    if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+        return Group(parameter.annotation)
+    marks = getattr(parameter.annotation, "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, Fields)), parameter)
 
 
 def with_options(function: Callable[..., None], **others: Fields) -> Callable[..., None]:
-    """The command with options in place of its parameters that are annotated with `Fields`; `others` replace those."""
-    groups: dict[str, Fields] = {}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        marks = [mark for mark in getattr(parameter.annotation, "__metadata__", ()) if isinstance(mark, Fields)]
-        if marks:
-            groups[parameter.name] = others.get(parameter.name, marks[0])
-        parameters += groups[parameter.name].parameters() if marks else (parameter,)
-    parameters += inspect.signature(_loudness, eval_str=True).parameters.values()
+    """Return the command as a function that typer reads, with `--quiet` and `--verbose`; `others`: see `Group`."""
+    own, verbosity = Group(function, **others), Group(configure_verbosity)
 
     @functools.wraps(function)
-    def command(*, quiet: bool, verbose: bool, **values: Any) -> None:
-        choose(quiet, verbose)
-        function(**{name: fields.take(values) for name, fields in groups.items()}, **values)
+    def command(**values: Any) -> None:
+        verbosity.take(values)
+        own.take(values)
 
     command.__annotations__ = {}  # typer would believe them rather than the signature
-    vars(command)["__signature__"] = inspect.Signature(parameters)
+    vars(command)["__signature__"] = inspect.Signature([*own.parameters(), *verbosity.parameters()])
     return command
 
 
 class Command(TyperCommand):
-    """A command that suggests the nearest option where one does not exist."""
+    """A command that suggests the nearest option for an unknown one, and lists those of a method."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse with click; the error for an unknown option suggests the nearest one, and names those in a panel."""
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
@@ -165,17 +179,17 @@ class Command(TyperCommand):
         flags = [known for option in self.params for known in (*option.opts, *option.secondary_opts)]
         panels: dict[str, list[str]] = {}
         for option in self.params:
-            if (panel := getattr(option, "rich_help_panel", None)) is not None:
+            if panel := getattr(option, "rich_help_panel", None):
                 panels.setdefault(panel, []).append(option.opts[0])
-        known_options = "".join(f" {panel}: {', '.join(names)}." for panel, names in panels.items())
-        return ctx.fail(f"no such option {flag}.{near_miss(flag, flags)}{known_options}")
+        of_method = "".join(f" {panel}: {', '.join(names)}." for panel, names in panels.items())
+        return ctx.fail(f"no such option {flag}.{near_miss(flag, flags)}{of_method}")
 
 
 def writable(suffix: str) -> Callable[[Path | None], Path | None]:
-    """Return the check of an output file, before long work; it raises a usage error or OutputError.
+    """Return a check of an output file for before the work; it raises a usage error or OutputError.
 
-    An existing file is overwritten only if its name ends in `suffix` and is not that of a model's file. An empty
-    file, a device and a pipe take anything.
+    Only a file whose name ends in `suffix` and that does not belong to a model is overwritten. Empty files, devices
+    and pipes take anything.
     """
 
     def check(path: Path | None) -> Path | None:
@@ -196,64 +210,94 @@ def writable(suffix: str) -> Callable[[Path | None], Path | None]:
     return check
 
 
-ModelArgument = Annotated[
-    str, typer.Argument(help="Hub id, checkpoint folder, safetensors or GGUF file, or 'demo' (135M).")
-]
-ArtifactArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Artifact folder, or a model to judge unquantized.")
-]
-JsonOption = Annotated[
+Model = Annotated[str, Argument(help="Hub id, checkpoint folder, safetensors or GGUF file, or 'demo' (135M).")]
+ArtifactOrModel = Annotated[str, Argument(metavar="MODEL", help="Artifact folder, or a model to use unquantized.")]
+ArtifactFolder = Annotated[Path, Argument(help="Artifact folder.")]
+Json = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=writable(".json"), help="Write the result as JSON to this file."),
+    Option("--json", dir_okay=False, callback=writable(".json"), help="Write the result as JSON to this file."),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")]
-TransposeOption = Annotated[
-    bool | None,
-    typer.Option("--transpose/--no-transpose", help="A row for each variant. Default: where columns do not fit."),
-]
-NotesOption = Annotated[bool, typer.Option("--notes", help="Print all notes of the table in full.")]
-RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
-AdapterOption = Annotated[
+Force = Annotated[bool, Option("--force", help="Replace an existing artifact.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Forecast memory, disk and time; leave no file.")]
+Notes = Annotated[bool, Option("--notes", help="Print all notes of the table in full.")]
+Adapters = Annotated[
     list[str] | None,
-    typer.Option(
-        "--adapter",
-        metavar="FOLDER",
-        help="LoRA adapter to merge into the model first. Give it again for further ones, in their order.",
-    ),
+    Option("--adapter", metavar="FOLDER", help="LoRA adapter to merge into the model first; repeatable."),
 ]
-CalibrationFields = Annotated[Values, Fields(CalibrationSpec, prefix="calibration_")]
-EngineFields = Annotated[Values, Fields(EngineSpec)]
-WINDOWS = ("text", "protocol", "n_ctx", "limit")  # the fields that say which text is judged, and how
+Revision = Annotated[str | None, Option(help="Revision of a hub model.")]
+Calibration = Annotated[Values, Fields(CalibrationSpec, prefix="calibration_")]
+WINDOWS = ("text", "protocol", "n_ctx", "limit")  # fields that choose the text to evaluate on, and its windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is evaluated, besides its name, and the engine that loads it."""
+
+    engine: Annotated[Values, Fields(EngineSpec)]
+    revision: Revision = None
+    adapter: Adapters = None
+
+    def ref(self, model: str) -> ModelRef:
+        return parse(ModelRef, {"model": model, "revision": self.revision, "adapters": self.adapter or []}, "model")
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        return parse(EngineSpec, self.engine, "engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """How a table is printed, and where it is saved."""
+
+    transpose: Annotated[
+        bool | None, Option("--transpose/--no-transpose", help="One row a variant. Default: if columns do not fit.")
+    ] = None
+    notes: Notes = False
+    json: Json = None
+
+    def show(self, table: quantkit.Table) -> None:
+        save(self.json, table.to_json())
+        print_table(table, self.transpose, self.notes)
 
 
 def say(line: str) -> None:
-    """Print a line as it is, but for characters that would steer the terminal: names in it come from others."""
+    """Print a line, without characters that steer the terminal: names in it come from other people."""
     out.print(Text(one_line(line, LONGEST_LINE)), soft_wrap=True)
 
 
-def save(path: Path | None, text: str) -> None:
-    """Write a result where that was asked for."""
-    if path is not None:
-        with told(f"the result cannot be written to {path}", OutputError):
-            path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+def say_notes(notes: Iterable[str]) -> None:
+    """Print notes below a result."""
+    for note in notes:
+        say(f"  note: {note}")
 
 
-def print_table(table: Table, transpose: bool | None = None, notes: bool = False) -> None:
+def save(path: Path | None, result: object) -> None:
+    """Write a result as JSON, or a text as it is, where the user asked for it."""
+    if path is None:
+        return
+    if isinstance(result, BaseModel):
+        result = result.model_dump_json(indent=2)
+    text = result if isinstance(result, str) else json.dumps(result, indent=2, default=_plain)
+    with reraise_as(f"the result cannot be written to {path}", OutputError):
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+
+
+def _plain(value: object) -> object:
+    return value.model_dump() if isinstance(value, BaseModel) else str(value)
+
+
+def print_table(table: quantkit.Table, transpose: bool | None = None, notes: bool = False) -> None:
     """Print a table for this terminal, or for a file."""
     wide = out.is_terminal or "COLUMNS" in os.environ
     table.show(out if wide else Console(width=FILE_WIDTH), transpose=transpose, notes=notes)
 
 
-def print_artifact(artifact: Any) -> None:
+def print_artifact(artifact: Artifact) -> None:
     """Print what an artifact is: recipe, size, types, errors of its weights, notes."""
-    from quantkit.report.table import megabytes
-
     m = artifact.manifest
     say(f"{artifact.folder}: {m.recipe.label} of {m.source.model}")
     say(f"  {megabytes(m.weight_bytes)}, {m.bits_per_weight:.2f} bits per weight")
-    say(f"  tensors: {', '.join(f'{n} {t}' for t, n in m.tensor_types.items())}")
-    if m.weight_error:
-        e = m.weight_error
-        say(f"  relative weight error: mean {e.mean:.4f}, worst {e.worst:.4f} ({e.worst_tensor})")
-    for note in m.all_notes:
-        say(f"  note: {note}")
+    say(f"  tensors: {', '.join(f'{count} {kind}' for kind, count in m.tensor_types.items())}")
+    if error := m.weight_error:
+        say(f"  relative weight error: mean {error.mean:.4f}, worst {error.worst:.4f} ({error.worst_tensor})")
+    say_notes(m.all_notes)

@@ -1,6 +1,6 @@
-"""What a command says besides its result: steps of long work on the standard error, and how much of what libraries say.
+"""What a command prints besides its result: steps of long work on standard error, and the output of libraries.
 
-Steps are drawn with rich on a terminal, and told as plain lines anywhere else.
+Steps are bars on a terminal, and plain lines anywhere else.
 """
 
 from __future__ import annotations
@@ -11,59 +11,63 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+from typer import Option
 
 from quantkit.errors import LONGEST, one_line
 from quantkit.progress import Progress, Step, Timed
-from quantkit.system.threads import every
+from quantkit.system.threads import call_every
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from quantkit.report.table import Table
 
 EVERY = 30.0  # seconds between two lines of a long step
-LONG = 10.0  # seconds after which a step is one
+LONG = 10.0  # seconds after which a step is long
 REFRESH = 0.1  # seconds between two drawings of the bars
-quiet = False  # whether progress is left out
+is_quiet = False  # whether progress is left out
 
 
-def choose(nothing_else: bool, everything: bool) -> None:
-    """Settle it for this process, before libraries are imported; raises BadParameter for both at once."""
-    global quiet
-    if nothing_else and everything:
+def configure_verbosity(
+    quiet: Annotated[bool, Option("--quiet", help="Print nothing but the result.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Print what libraries say, too.")] = False,
+) -> None:
+    """Set what this process prints, before libraries are imported; raises BadParameter for both at once."""
+    global is_quiet
+    if quiet and verbose:
         raise typer.BadParameter("--quiet and --verbose exclude each other")
-    quiet = nothing_else
-    if not everything:
-        hush()
+    is_quiet = quiet
+    if not verbose:
+        silence_libraries()
 
 
-def hush() -> None:
+def silence_libraries() -> None:
     """Keep libraries' bars, warnings and advice off the screen."""
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in ("bitsandbytes", "accelerate", "ctranslate2"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # What concerns the user is looked at where a result is used, and told in quantkit's words.
+    # quantkit checks results itself, and reports what concerns the user.
     warnings.simplefilter("ignore")
 
 
 @contextmanager
-def shown() -> Iterator[Progress]:
-    """Show steps: on a terminal each with a bar, a count and the time left, else as lines of a log; or none."""
-    with growing() as (progress, _):
+def progress_bars() -> Iterator[Progress]:
+    """Show steps: on a terminal each with a bar, a percentage and the time left, elsewhere as lines; or not at all."""
+    with progress_with_table() as (progress, _):
         yield progress
 
 
 @contextmanager
-def growing(transpose: bool | None = None) -> Iterator[tuple[Progress, Callable[[Table], None]]]:
+def progress_with_table(transpose: bool | None = None) -> Iterator[tuple[Progress, Callable[[Table], None]]]:
     """Show steps, and a table that grows with the work: above the bars on a terminal, its last row in a log."""
-    from rich.console import Console
-
-    if quiet:
+    if is_quiet:
         yield Progress(), lambda _: None
         return
     console = Console(stderr=True)
@@ -76,17 +80,12 @@ def growing(transpose: bool | None = None) -> Iterator[tuple[Progress, Callable[
             yield Progress(draw, speak), row
     else:
         lines = Lines(speak)
-        with every(EVERY, lines.tick):
+        with call_every(EVERY, lines.tick):
             yield Progress(lines.draw, speak), lambda table: speak(table.line())
 
 
 @contextmanager
 def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[Step], None], Callable[[Table], None]]]:
-    from rich.console import Group, RenderableType
-    from rich.live import Live
-    from rich.progress import BarColumn, TaskID, TextColumn
-    from rich.progress import Progress as Bars
-
     bars = Bars(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -98,12 +97,11 @@ def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[
     tasks: dict[int, TaskID] = {}
     open_steps = OpenSteps()
     above: list[RenderableType] = []
-
     live = Live(get_renderable=lambda: Group(*above, bars), console=console, auto_refresh=False, transient=True)
 
     def draw(step: Step) -> None:
         key = id(step)
-        open_steps.take(step)
+        open_steps.update(step)
         if key not in tasks:
             tasks[key] = bars.add_task(one_line(step.name, LONGEST), total=step.total, remark="", left="")
             live.refresh()
@@ -120,12 +118,12 @@ def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[
     def row(table: Table) -> None:
         above[:] = [table.drawn(console.width, transpose)]
 
-    with live, every(REFRESH, refresh):
+    with live, call_every(REFRESH, refresh):
         yield draw, row
 
 
 class OpenSteps:
-    """The steps that are open, the innermost last, and how long each of them still takes."""
+    """The open steps, the innermost last, and how long each of them still takes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -133,10 +131,9 @@ class OpenSteps:
 
     @property
     def all(self) -> list[Timed]:
-        """The open steps from the outermost to the innermost."""
         return list(self._open.values())
 
-    def take(self, step: Step) -> Timed:
+    def update(self, step: Step) -> Timed:
         """Take a change of a step."""
         now = self._clock()
         timed = self._open.setdefault(id(step), Timed(step, now, now))
@@ -146,30 +143,30 @@ class OpenSteps:
         return timed
 
     def passed(self, timed: Timed) -> float:
-        """Seconds since a step began."""
+        """Return the seconds since a step began."""
         return self._clock() - timed.began
 
     def words_left(self, timed: Timed) -> str:
-        """Such as ``about 3:20 min left``; "just begun" while nothing is known."""
+        """Return such as ``about 3:20 min left``, or "just begun" while nothing is known."""
         seconds = timed.left(self._clock(), self.all[-1].step)
         return "just begun" if seconds is None else f"about {duration(seconds)} left"
 
 
 class Lines:
-    """Steps as lines of a log: one for each that has ended, and now and then one of the step that is being done."""
+    """Steps as lines of a log: one line when a step ends, and now and then one for a long step."""
 
-    def __init__(self, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell, self._steps = tell, OpenSteps(clock)
+    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._print, self._steps = print_line, OpenSteps(clock)
 
     def draw(self, step: Step) -> None:
-        """Take a change of a step; tell its end."""
-        timed = self._steps.take(step)
+        """Take a change of a step, and print its end."""
+        timed = self._steps.update(step)
         if step.ended:
             how = "done" if step.share >= 1 else f"ended at {step.share:.0%}"
-            self._tell(f"{step.name}: {how}, {duration(self._steps.passed(timed))}")
+            self._print(f"{step.name}: {how}, {duration(self._steps.passed(timed))}")
 
     def tick(self) -> None:
-        """Tell how far the innermost step is that takes long, and what is left of the step with pieces around it."""
+        """Print how far the innermost long step is, and the time left of the outermost one if it has pieces."""
         long = [timed for timed in self._steps.all if self._steps.passed(timed) >= LONG]
         if not long:
             return
@@ -178,11 +175,11 @@ class Lines:
         line += f", {self._steps.words_left(inner)}"
         if outer is not inner and outer.step.expected is not None:
             line += f"; {outer.step.name}: {self._steps.words_left(outer)}"
-        self._tell(line)
+        self._print(line)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as ``45 s``, ``3:20 min`` or ``1:05 h``."""
+    """Return seconds as ``45 s``, ``3:20 min`` or ``1:05 h``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

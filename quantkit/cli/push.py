@@ -4,71 +4,52 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from typer import Option
 
-from quantkit.cli.options import JsonOption, save, say
-
-if TYPE_CHECKING:
-    from quantkit.publishing.push import Plan
+import quantkit
+from quantkit.cli import options
+from quantkit.cli.options import save, say, say_notes
+from quantkit.cli.progress import progress_bars
+from quantkit.system.sizes import megabytes
 
 
 def push(
-    artifact: Annotated[Path, typer.Argument(help="Artifact folder.")],
+    artifact: options.ArtifactFolder,
     *,
-    repo: Annotated[str, typer.Option(help="Repository on the Hugging Face Hub, as user/name.")],
-    create: Annotated[bool, typer.Option("--create", help="Make the repository where there is none.")] = False,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make it a private one; one that is public is refused.")
-    ] = False,
-    base_model: Annotated[
-        str | None, typer.Option(help="The source's name on the hub, where it was a folder, as user/name.")
-    ] = None,
+    repo: Annotated[str, Option(help="Repository on the Hugging Face Hub, as user/name.")],
+    create: Annotated[bool, Option("--create", help="Make the repository if it is missing.")] = False,
+    private: Annotated[bool, Option("--private", help="Make it private; refuse a public one.")] = False,
+    base_model: Annotated[str | None, Option(help="user/name of the source on the hub, if it was a folder.")] = None,
     results: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Report of eval-tasks (--json), for scores on registered benchmarks. Give it again for more.",
-        ),
+        Option(metavar="FILE", help="Report of eval-tasks (--json), for scores on registered benchmarks; repeatable."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would go; ask no network.")] = False,
-    json: JsonOption = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="List what would go; ask no network.")] = False,
+    json: options.Json = None,
 ) -> None:
-    """Put an artifact on the Hugging Face Hub, with its card; the same command goes on after a failure."""
-    import json as json_module
-
-    from quantkit.cli.progress import shown
-    from quantkit.publishing.push import plan as planned
-    from quantkit.publishing.push import push as pushing
+    """Push an artifact with its card to the Hugging Face Hub; repeat the command to continue after a failure."""
+    from quantkit.publishing.push import plan_push
 
     if dry_run:
-        with shown() as progress:
-            plan = planned(artifact, repo, base_model=base_model, results=results or (), progress=progress)
-        _show(plan)
-        values = [{"name": one.name, "bytes": one.nbytes, "sha256": one.sha256} for one in plan.uploads]
-        save(json, json_module.dumps({"repo": repo, "files": values, "notes": plan.notes}, indent=2))
+        with progress_bars() as progress:
+            planned = plan_push(artifact, repo, base_model=base_model, results=results or (), progress=progress)
+        files = [{"name": one.name, "bytes": one.nbytes, "sha256": one.sha256} for one in planned.uploads]
+        save(json, {"repo": repo, "files": files, "notes": planned.notes})
+        say(f"to {repo} would go:")
+        for upload in planned.uploads:
+            say(f"  {upload.nbytes:>15,} bytes  {upload.name}")
+        say(f"  {len(files)} files, {megabytes(sum(upload.nbytes for upload in planned.uploads))}")
+        say_notes(planned.notes)
         return
-    with shown() as progress:
-        pushed = pushing(
+    with progress_bars() as progress:
+        pushed = quantkit.push(
             artifact, repo, create=create, private=private, base_model=base_model, results=results or (),
             progress=progress,
         )  # fmt: skip
-    save(json, json_module.dumps(asdict(pushed), indent=2))
+    save(json, asdict(pushed))
     counts = f"{len(pushed.sent)} files sent, {len(pushed.kept)} were there"
     gone = f", {len(pushed.removed)} of a former artifact removed" if pushed.removed else ""
     say(f"{pushed.url}: {counts}{gone}; commit {pushed.commit[:12]}")
-    for note in pushed.notes:
-        say(f"  note: {note}")
-
-
-def _show(plan: Plan) -> None:
-    """Print what would go."""
-    from quantkit.report.table import megabytes
-
-    say(f"to {plan.repo} would go:")
-    for upload in plan.uploads:
-        say(f"  {upload.nbytes:>15,} bytes  {upload.name}")
-    say(f"  {len(plan.uploads)} files, {megabytes(sum(upload.nbytes for upload in plan.uploads))}")
-    for note in plan.notes:
-        say(f"  note: {note}")
+    say_notes(pushed.notes)

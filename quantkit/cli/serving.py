@@ -5,24 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.table import Table
+from rich.text import Text
+from typer import Argument, Option
 
-from quantkit.cli.options import (
-    AdapterOption,
-    ArtifactArgument,
-    EngineFields,
-    Fields,
-    JsonOption,
-    NotesOption,
-    RevisionOption,
-    Values,
-    out,
-    print_table,
-    save,
-    say,
-)
+import quantkit
+from quantkit.cli import options
+from quantkit.cli.options import Fields, ModelOptions, Values, out, print_table, save, say, say_notes
+from quantkit.cli.progress import progress_bars
 from quantkit.errors import LONGEST, one_line
 from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, MemoryLimits, ModelRef, ServeSpec, parse
 
@@ -32,42 +25,27 @@ if TYPE_CHECKING:
 PROBES = ("size", "memory", "speed", "throughput", "answers")
 REPEATS = 5  # as many as llama-bench does
 SHARED = ("max_tokens", "price_per_hour")  # of the fields of a load, those that are measured in process, too
-# Options that say something of one of the two only.
-OF_A_SERVER = (
-    "model",
-    "api",
-    "api_key_env",
-    "prompts",
-    *(name for name in LoadTestSpec.model_fields if name not in SHARED),
-)
+# Options of one of the two only.
+OF_A_SERVER = ("model", "api", "api_key_env", "prompts", *(n for n in LoadTestSpec.model_fields if n not in SHARED))
 IN_PROCESS = ("threads", "revision", "adapter", *EngineSpec.model_fields)
 
 
 def bench(
     ctx: typer.Context,
     artifact: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Artifact folder or a model, measured in process. Or give --endpoint."),
+        str | None, Argument(metavar="MODEL", help="Artifact folder or model, without --endpoint.")
     ] = None,
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("threads",))],
-    engine: EngineFields,
-    revision: RevisionOption = None,
-    adapter: AdapterOption = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="A server of OpenAI's API instead, such as http://127.0.0.1:8000/v1.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name at the endpoint.")] = None,
-    api: Annotated[
-        Literal["completions", "chat"], typer.Option(help="completions, or chat with the server's chat template.")
-    ] = "completions",
-    api_key_env: Annotated[
-        str | None, typer.Option("--api-key-env", help="Environment variable that holds the endpoint's key.")
-    ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
+    about: ModelOptions,
+    endpoint: Annotated[str | None, Option(help="Server with OpenAI's API, such as http://127.0.0.1:8000/v1.")] = None,
+    model: Annotated[str | None, Option(help="The model's name at the endpoint.")] = None,
+    api: Annotated[Literal["completions", "chat"], Option(help="chat uses the chat template.")] = "completions",
+    api_key_env: Annotated[str | None, Option(help="Environment variable with the endpoint's key.")] = None,
+    prompts: Annotated[Path | None, Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
     settings: Annotated[Values, Fields(LoadTestSpec)],
-    notes: NotesOption = False,
-    json: JsonOption = None,
+    notes: options.Notes = False,
+    json: options.Json = None,
 ) -> None:
     """Measure how fast an artifact generates, in process or behind a server (--endpoint)."""
     if (artifact is None) == (endpoint is None):
@@ -78,16 +56,12 @@ def bench(
             where = "a server: add --endpoint" if endpoint is None else "what is measured in process: no --endpoint"
             raise typer.BadParameter(f"--{name.replace('_', '-')} is for {where}")
     if endpoint is None:
-        shared = {name: settings[name] for name in SHARED if name in settings}
-        _in_process(
-            ModelRef(model=str(artifact), revision=revision, adapters=tuple(adapter or ())), json, notes,
-            engine=parse(EngineSpec, engine, "engine"), **evaluation, **shared,
-        )  # fmt: skip
+        evaluation |= {name: settings[name] for name in SHARED if name in settings}
+        _in_process(about.ref(str(artifact)), about.engine_spec, evaluation, notes, json)
         return
-    from quantkit.cli.progress import shown
     from quantkit.data.prompts import PROMPTS
     from quantkit.serving.client import Endpoint
-    from quantkit.serving.load_test import load, prompts_of
+    from quantkit.serving.load_test import prompts_of, run_load_test
 
     if model is None:
         raise typer.BadParameter("--endpoint needs the model's name there: --model NAME")
@@ -96,32 +70,26 @@ def bench(
     key = os.environ[api_key_env] if api_key_env else None
     spec = parse(LoadTestSpec, settings, "bench")
     texts = PROMPTS if prompts is None else prompts_of(prompts)
-    with shown() as progress:
-        report = load(Endpoint(endpoint, model, api, key), spec, texts, progress)
-    save(json, report.model_dump_json(indent=2))
-    _show(report)
+    with progress_bars() as progress:
+        report = run_load_test(Endpoint(endpoint, model, api, key), spec, texts, progress)
+    save(json, report)
+    _print_load(report)
     if not report.completed:
         raise typer.Exit(1)
 
 
-def _in_process(model: ModelRef, json: Path | None, notes: bool, **settings: Any) -> None:
-    from quantkit.cli.progress import shown
-    from quantkit.evaluation.evaluate import evaluate
-    from quantkit.report.table import Table
-
-    with shown() as progress:
-        report = evaluate(
-            model, PROBES, limit=1, repeats=REPEATS, memory=MemoryLimits(walk=False), progress=progress, **settings
-        )
-    save(json, report.model_dump_json(indent=2))
-    print_table(Table((report,)), notes=notes)
+def _in_process(model: ModelRef, engine: EngineSpec, settings: Values, notes: bool, json: Path | None) -> None:
+    with progress_bars() as progress:
+        report = quantkit.evaluate(
+            model, PROBES, limit=1, repeats=REPEATS, memory=MemoryLimits(walk=False), progress=progress,
+            engine=engine, **settings,
+        )  # fmt: skip
+    save(json, report)
+    print_table(quantkit.Table((report,)), notes=notes)
 
 
-def _show(report: LoadReport) -> None:
+def _print_load(report: LoadReport) -> None:
     """Print what a server did under load."""
-    from rich.table import Table
-    from rich.text import Text
-
     from quantkit.serving.client import KINDS, OK
 
     grid = Table("", "median", "p90", "p99", title=Text(one_line(f"{report.model} at {report.endpoint}", LONGEST)))
@@ -152,21 +120,20 @@ def _show(report: LoadReport) -> None:
             example = f": {report.examples[kind]}" if kind in report.examples else ""
             meaning = f" ({KINDS[kind]})" if kind in KINDS else ""
             say(f"  {count} {kind}{meaning}{example}")
-    for note in report.notes:
-        say(f"  note: {note}")
+    say_notes(report.notes)
 
 
 def serve(
-    artifact: ArtifactArgument,
+    artifact: options.ArtifactOrModel,
     *,
     settings: Annotated[Values, Fields(ServeSpec)],
-    print_only: Annotated[bool, typer.Option("--print", help="Only show the command.")] = False,
+    print_only: Annotated[bool, Option("--print", help="Only show the command.")] = False,
 ) -> None:
     """Start an engine's own OpenAI-compatible server for an artifact, and wait."""
     from quantkit.serving.launch import serving, wait
-    from quantkit.serving.servers import plan
+    from quantkit.serving.servers import plan_server
 
-    start = plan(artifact, **settings)
+    start = plan_server(artifact, **settings)
     if print_only:
         variables = [f"{key}={shlex.quote(value)}" for key, value in start.variables.items()]
         say(" ".join([*variables, shlex.join(start.arguments)]))

@@ -1,8 +1,7 @@
 """compare: convert the variants of one model, evaluate them and the model itself, and return one Table.
 
 Everything that can be refused is refused before the first conversion. Finished artifacts and reports in the output
-folder are reused, so an interrupted comparison continues where it was. Each artifact's model card gets its figures next
-to the source's.
+folder are reused, so an interrupted comparison continues. Each model card gets its figures next to the source's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.artifact import Artifact, open_artifact
 from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
@@ -42,9 +41,10 @@ from quantkit.recipe import (
     parse,
 )
 from quantkit.report.card import write_card
+from quantkit.report.plot import draw
 from quantkit.report.records import Report, read_report
-from quantkit.report.table import Table
-from quantkit.system.device import CPU, described, find_device
+from quantkit.report.table import Table, write_table
+from quantkit.system.device import CPU, device_label, find_device
 from quantkit.system.files import replace_text, safe_name
 from quantkit.system.memory import free_memory
 from quantkit.untrusted import path_of
@@ -53,8 +53,7 @@ DEFAULT_VARIANTS = (
     *("gptq:4", "awq:4", "nf4:4", "ctranslate2:int8", "ctranslate2:float16"),
     *("gguf:Q2_K", "gguf:Q3_K_M", "gguf:Q4_K_M", "gguf:Q5_K_M", "gguf:Q6_K"),
 )
-# What parts of a comparison cost, in evaluations of a variant, until one of the kind has been done (measured with
-# `make demo`).
+# Costs in evaluations of a variant, until a part of the kind has been timed (measured with `make demo`).
 SOURCE_COST = 3.0  # its baseline, and its evaluation
 CONVERSION_COST = 0.3
 CALIBRATION_COST = 1.5  # for as many tokens as are evaluated
@@ -72,21 +71,21 @@ def compare(
     """Convert and evaluate `variants` of `model` and the model itself; write the table and return it.
 
     `out` (default ``quantkit-compare/MODEL``, with the adapters' names) gets artifacts, reports, table.md/csv/json and
-    the picture. The table so far is written after each variant, and handed to `row`. `settings` are further fields of
-    `CompareRecipe`:
+    the picture. After each variant the table so far is written, and passed to `row`. `settings` are further fields of
+    `CompareRecipe`: `calibration` and `evaluation`, records or dicts; `revision` of a hub model; `adapters`, folders of
+    LoRA adapters to merge first, in this order; `seed`; `device`.
 
-    - `calibration` and `evaluation`, records or dicts;
-    - `revision` of a hub model; `adapters`, folders of LoRA adapters to merge first, in this order; `seed`; `device`.
-
-    Raises a QuantkitError before any long work for whatever can be known beforehand.
+    Raises a QuantkitError for anything that can be known before the long work.
     """
     values = {name: value for name, value in settings.items() if value is not None}
     values |= {"model": str(model), "variants": tuple(variants), "out": None if out is None else str(out)}
     values["adapters"] = tuple(map(str, values.get("adapters", ())))
-    return run(parse(CompareRecipe, values, "compare"), progress, row)
+    return run_comparison(parse(CompareRecipe, values, "compare"), progress, row)
 
 
-def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None) -> Table:
+def run_comparison(
+    recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None
+) -> Table:
     """Run a compare recipe; see `compare`."""
     progress = progress or Progress()
     process.prepare()
@@ -95,7 +94,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     for one in jobs:
         require(find_engine(one.job.format.engines[0]))
     lines = list(comparison.how_evaluated(jobs))
-    for line in (f"device: {described(find_device(recipe.device))}", *lines):
+    for line in (f"device: {device_label(find_device(recipe.device))}", *lines):
         progress.say(line)
     reports: list[Report] = []
     parts = [(comparison.cost_of(one.job), ("evaluation", 1.0)) for one in jobs]
@@ -116,20 +115,20 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
             if row is not None:
                 row(table)
             advance(next(costs))
-    draw_table(table, comparison.out)
+    draw(table, comparison.out)
     return table
 
 
 def name_of(recipe: CompareRecipe | ModelRef) -> str:
-    """The name of a model's folder: the model's, and those of its adapters."""
+    """Return the name of a model's folder, from the names of the model and its adapters."""
     return safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
 
 
 class Comparison:
-    """One model and its variants: converts and evaluates them, or reuses what the folder `out` has of an earlier run.
+    """One model and its variants: converts and evaluates them, or reuses what an earlier run left in the folder `out`.
 
-    `any_machine`: a report of another machine is reused, too; only figures of quality are the same there.
-    `max_memory_gb` is what the work may take; None: what is free here.
+    `any_machine`: also reuse a report of another machine; only figures of quality are the same there.
+    `max_memory_gb`: limit of the work; None: what is free here.
     """
 
     def __init__(self, recipe: CompareRecipe, any_machine: bool = False, max_memory_gb: float | None = None) -> None:
@@ -140,24 +139,21 @@ class Comparison:
 
     @cached_property
     def text(self) -> Text:
-        """The text of the evaluation."""
         return load_text(self.recipe.evaluation.text, "evaluation")
 
     @cached_property
     def of_original(self) -> Evaluation:
-        """The prepared evaluation of the source, on the windows that every variant is evaluated on."""
+        """The evaluation of the source, on the windows that all variants share."""
         return self.prepare(self.original)
 
     def folder_of(self, job: Job) -> Path:
-        """The folder of a variant's artifact."""
         return self.out / "artifacts" / safe_name(job.recipe.label)
 
     def report_path(self, model: Model) -> Path:
-        """The path of a report."""
         return self.out / "reports" / f"{safe_name(model.label)}.json"
 
     def check(self, variants: Sequence[Variant]) -> list[ReadyJob]:
-        """Refuse what cannot be converted, before anything is."""
+        """Check all variants; raise a QuantkitError for one that cannot be converted."""
         shared = {key: getattr(self.recipe, key) for key in ("model", "revision", "adapters", "calibration", "seed")}
         recipes = [ConvertRecipe(**dict(variant), **shared) for variant in variants]
         resources = ResourceSpec(device=self.recipe.device, max_memory_gb=self.max_memory_gb)
@@ -169,13 +165,11 @@ class Comparison:
         return [check.check(job, folder, force=True) for job, folder in zip(jobs, folders, strict=True)]
 
     def artifact(self, ready: ReadyJob, progress: Progress) -> Artifact:
-        """The artifact of a variant, reused or converted."""
+        """Reuse or make the artifact of a variant."""
         return self.reusable_artifact(ready.job) or convert.run(ready, progress)
 
     def reusable_artifact(self, job: CheckedJob) -> Artifact | None:
-        """The finished artifact of the same recipe and source, if there is one, its files unchanged."""
-        if not (self.folder_of(job) / MANIFEST).is_file():
-            return None
+        """Return the finished artifact of the same recipe and source, if there is one with unchanged files."""
         try:
             artifact = open_artifact(self.folder_of(job))
             refuse_untrue(artifact)
@@ -189,15 +183,12 @@ class Comparison:
         options = job.options.model_dump(mode="json") | json.loads(json.dumps(dict(job.checked.options)))
         same = all(m.options.get(name) == value for name, value in options.items() if value is not None)
         copied = side_hashes(source)
-        copied.pop("tokenizer_config.json", None)  # is mended for some engines
+        copied.pop("tokenizer_config.json", None)  # is fixed for some engines
         same = same and all(name in m.files and m.files[name].sha256 == sha256 for name, sha256 in copied.items())
         return artifact if same and found == wanted else None
 
     def prepare(self, model: Model) -> Evaluation:
-        """Prepare the evaluation by the engine that users of the model's format run.
-
-        It computes on the recipe's device or, where it cannot, on the CPU.
-        """
+        """Prepare an evaluation in the usual engine of the model's format, on the recipe's device or else the CPU."""
         try:
             engine = choose(model, EngineSpec(device=self.recipe.device))
         except RecipeError:
@@ -207,7 +198,7 @@ class Comparison:
         return evaluate.prepare(model, self.recipe.evaluation, self.text, engine, self.source, limits)
 
     def report(self, model: Model, progress: Progress) -> Report:
-        """The report of the source or an artifact, reused or measured; an artifact's card gets its figures."""
+        """Reuse or measure the report of the source or an artifact; write it into the artifact's card."""
         evaluation = self.of_original if model is self.original else self.prepare(model)
         report = self.reusable_report(evaluation)
         if report is None:
@@ -220,12 +211,9 @@ class Comparison:
         return report
 
     def reusable_report(self, evaluation: Evaluation) -> Report | None:
-        """The finished report of the same evaluation, if there is one: all that decides its figures is the same."""
-        path = self.report_path(evaluation.model)
-        if not path.is_file():
-            return None
+        """Return the finished report of the same evaluation, if there is one: all that decides its figures agrees."""
         try:
-            report = read_report(path)
+            report = read_report(self.report_path(evaluation.model))
         except ReportError:
             return None
         baseline, hardware = evaluation.stored_baseline(), None
@@ -236,12 +224,12 @@ class Comparison:
         return report if report.fingerprint == evaluation.fingerprint(baseline, hardware) else None
 
     def need_of(self, job: CheckedJob) -> MemoryNeed:
-        """What it takes to evaluate a variant whole that is still to be made."""
+        """Estimate the memory to evaluate, whole, a variant that does not exist yet."""
         bits, windows = job.recipe.bits or job.method.default_bits, self.of_original.cut.windows
         return need_of_copy(self.source, job.format, job.checked.nbytes, bits, windows)
 
     def how_evaluated(self, jobs: Sequence[ReadyJob]) -> Iterator[str]:
-        """Which models are evaluated whole and which block by block, with their engines and memory."""
+        """Report which models are evaluated whole and which block by block, with their engines and memory."""
         evaluation = self.of_original
         needs = [(self.original.label, evaluation.plan.need)]
         if evaluation.baseline_plan is not None:
@@ -255,29 +243,14 @@ class Comparison:
             else:
                 by_block.append(f"{label} (whole: {need.words})")
         if whole:
-            yield f"judged whole: {', '.join(whole)}"
+            yield f"evaluated whole: {', '.join(whole)}"
         if by_block:
-            yield f"judged block by block, since memory is short for all of it: {', '.join(by_block)}"
+            yield f"evaluated block by block, since memory is short for the whole: {', '.join(by_block)}"
 
     def cost_of(self, job: Job) -> tuple[str, float]:
-        """The kind of a conversion, and its cost in evaluations of a variant."""
+        """Return the kind of a conversion, and its cost in evaluations of a variant."""
         if not job.method.calibrated(job.options):
             return "conversion", CONVERSION_COST
         spec = job.recipe.calibration
         tokens = sum(len(window.ids) for window in self.of_original.cut.windows)
         return "calibration", CONVERSION_COST + CALIBRATION_COST * spec.sequences * spec.length / tokens
-
-
-def write_table(table: Table, folder: Path) -> None:
-    """Write table.md, table.csv and table.json into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = {"table.json": table.to_json(), "table.md": table.to_markdown(), "table.csv": table.to_csv()}
-    for name, text in texts.items():
-        replace_text(folder / name, text)
-
-
-def draw_table(table: Table, folder: Path) -> list[Path]:
-    """Draw the picture into `folder`, SVG and PNG; return the paths."""
-    from quantkit.report.plot import draw
-
-    return draw(table, folder)

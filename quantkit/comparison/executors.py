@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quantkit.errors import DependencyError, ResourceError, missing_package, reason_of
-from quantkit.system.sizes import told_apart
+from quantkit.system.sizes import in_one_unit
 
 if TYPE_CHECKING:
     from quantkit.comparison.tasks import Task  # whose imports are many: a node imports this file
@@ -30,29 +30,27 @@ NODES_S = 5.0  # between two looks at Ray's nodes
 
 @dataclass
 class Local:
-    """Child processes of this one, at most `slots` at a time, or one alone that measures the machine."""
+    """Child processes: at most `slots` at a time, but only one while it measures the machine."""
 
     slots: int = 1
     most_memory: int | None = None  # bytes of the largest machine; None: what is free on this one
     _running: dict[str, tuple[Task, subprocess.Popen[bytes]]] = field(default_factory=dict)
 
     def refuse(self, task: Task) -> str | None:
-        """Why no machine can take a task, even when it is free. Here the scan of the sweep has refused such tasks."""
+        """Return why no machine can ever take a task. Here the sweep's scan has refused such tasks already."""
         return None
 
     def has_room(self, task: Task) -> bool:
-        """Whether a task may start next to those that run."""
         tasks = [task, *(running for running, _ in self._running.values())]
         return len(tasks) <= (1 if any(each.alone for each in tasks) else self.slots)
 
     def submit(self, task: Task, command: list[str]) -> None:
-        """Start the command of a task; append its output to the task's log."""
         with task.log.open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._running[task.name] = task, process
 
     def finished(self) -> tuple[str, int]:
-        """Wait until a task ends; its name with its exit code, the negative number of a signal, UNPLACED or LOST."""
+        """Wait until a task ends; return its name and exit code: of a signal the negative number, UNPLACED or LOST."""
         while True:
             for name, (_, process) in self._running.items():
                 if (code := process.poll()) is not None:
@@ -61,7 +59,6 @@ class Local:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """End the tasks that still run."""
         for _, process in self._running.values():
             process.terminate()
         for _, process in self._running.values():
@@ -80,9 +77,9 @@ def _run_on_node(command: list[str], log: str, folder: str, threads: int, wanted
 
 
 class OnRay:
-    """The machines of the Ray cluster at `address` (Ray's own form, or ``auto``); its methods are those of `Local`.
+    """The machines of the Ray cluster at `address` (Ray's own form, or ``auto``); it has the methods of `Local`.
 
-    A task asks for `threads` cores and its memory; one that measures its machine asks for all cores of a node.
+    A task reserves `threads` cores and its memory; a task that measures its machine reserves all cores of a node.
     Raises DependencyError without Ray, ResourceError where no cluster answers.
     """
 
@@ -107,32 +104,30 @@ class OnRay:
 
     @property
     def most_memory(self) -> int | None:
-        """What the node with most memory gives tasks."""
+        """Bytes that the largest node gives tasks."""
         return max((memory for _, memory in self._nodes()), default=0) or None
 
     def refuse(self, task: Task) -> str | None:
-        """Why no node takes a task."""
         cores = max((cores for cores, _ in self._nodes()), default=0)
         if cores < self._threads:
             return f"it needs {self._threads} cores, and the largest node has {cores}. Give fewer evaluation.threads"
         if not self._fitting(task):
-            needed, most = told_apart(task.memory or 0, self.most_memory or 0)
+            needed, most = in_one_unit(task.memory or 0, self.most_memory or 0)
             return f"it needs {needed} of memory, and the largest node gives tasks {most} (ray start --memory)"
         return None
 
     def has_room(self, task: Task) -> bool:
-        """Whether the nodes have more cores than the tasks that run ask for; Ray places tasks by cores and memory."""
+        """Return whether any cores are free; Ray itself places tasks by cores and memory."""
         return len(self._running) < max(1, sum(cores // self._threads for cores, _ in self._nodes()))
 
     def submit(self, task: Task, command: list[str]) -> None:
-        """Hand the command of a task to Ray."""
         cores = max(self._fitting(task)) if task.alone else self._threads
         remote = self._command.options(num_cpus=cores, memory=task.memory)
         key = remote.remote(command, str(task.log), str(Path.cwd()), self._threads, version("quantkit"))
         self._running[key] = task
 
     def finished(self) -> tuple[str, int]:
-        """Wait until a task ends, or no node is left that could take it."""
+        """Wait until a task ends, or no node is left that could take one."""
         while True:
             ended, _ = self._ray.wait(list(self._running), timeout=NODES_S)
             if ended:
@@ -144,7 +139,6 @@ class OnRay:
                     return task.name, UNPLACED
 
     def close(self) -> None:
-        """End the tasks that still run, and leave the cluster."""
         for key in self._running:
             self._ray.cancel(key, force=True)
         self._ray.shutdown()
@@ -162,12 +156,12 @@ class OnRay:
             return task.name, LOST
 
     def _nodes(self) -> list[tuple[int, int]]:
-        """Cores and bytes of memory for tasks of each node that is alive."""
+        """Return (cores, bytes of memory for tasks) of each node that is alive."""
         resources = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return [(int(node.get("CPU", 0)), int(node.get("memory", 0))) for node in resources]
 
     def _fitting(self, task: Task) -> list[int]:
-        """The cores of each node that takes a task when it is free."""
+        """Return the cores of each node that could take a task."""
         return [cores for cores, memory in self._nodes() if cores >= self._threads and memory >= (task.memory or 0)]
 
 

@@ -1,8 +1,8 @@
 """sweep: the same variants of several models, task by task, in one sheet. See docs/sweeps.md.
 
-Tasks are processes that an executor starts. A task is done if a comparison would reuse the artifact or report that it
-leaves. So the same command continues where an earlier one ended, runs what is new in the recipe or has changed since,
-and tries again what failed. A task that fails is named in the sheet and stops no other.
+Tasks are processes that an executor starts. A task is done if a comparison would reuse its artifact or report. So the
+same command continues an earlier one, runs what is new or changed in the recipe, and tries again what failed. A task
+that fails is named in the sheet and stops no other task.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from pathlib import Path
 import psutil
 
 from quantkit.artifact import Artifact
-from quantkit.comparison.compare import Comparison, draw_table, write_table
+from quantkit.comparison.compare import Comparison
 from quantkit.comparison.executors import LOST, UNPLACED, Executor
-from quantkit.comparison.tasks import Task, plan, read_task
+from quantkit.comparison.tasks import Task, plan_tasks, read_task
 from quantkit.contracts.model import Model
 from quantkit.conversion.check import ReadyJob
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import LONGEST_REASON, DependencyError, OutputError, QuantkitError, RecipeError, one_line
 from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe
+from quantkit.report.plot import draw
 from quantkit.report.records import read_report
-from quantkit.report.table import Table, joined
+from quantkit.report.table import Table, join_tables, write_table
 from quantkit.untrusted import path_of
 
 OUT = Path("quantkit-sweep")
@@ -33,20 +34,20 @@ OUT = Path("quantkit-sweep")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed."""
+    """The result of a sweep: its sheet, if anything was measured, and the reason for each failed task."""
 
     sheet: Table | None
     failed: dict[str, str]
 
 
-def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
-    """Do what is left of a sweep, and close the executor.
+def run_sweep(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
+    """Run the tasks that are left, and close the executor.
 
-    Raises OutputError, RecipeError and DependencyError before any work for what no task could do.
+    Raises OutputError, RecipeError and DependencyError before any work if no task could run.
     """
     progress, out = progress or Progress(), path_of(recipe.out or OUT, OutputError)
     try:
-        tasks = {task.name: task for task in plan(recipe, out)}
+        tasks = {task.name: task for task in plan_tasks(recipe, out)}
         _scan(tasks, load_text(recipe.evaluation.text, "evaluation"), executor.most_memory)
         with progress.step("tasks", len(tasks)) as advance:
             advance(sum(task.state != "waiting" for task in tasks.values()))
@@ -60,7 +61,7 @@ def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = Non
 
 
 def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
-    """Find out which tasks are done, which cannot be done, and what memory the others take; write all of them."""
+    """Find the tasks that are done or impossible, and the memory of the others; write all of them."""
     models: dict[str, Comparison] = {}
     variants: dict[str, tuple[ReadyJob, Artifact | None]] = {}
     for task in tasks.values():
@@ -75,11 +76,11 @@ def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
         except QuantkitError as error:
             task.state, task.reason = "failed", f"{type(error).__name__}: {error}"
     for task in tasks.values():
-        task.update(**(task.former() if task.state == "done" else {}))
+        task.update(**(task.earlier_run() if task.state == "done" else {}))
 
 
 def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[ReadyJob, Artifact | None]]) -> bool:
-    """Whether a task is done; sets its report, or its memory where that is known. `variants` are those looked at."""
+    """Return whether a task is done; set its report, or its memory if known. `variants` caches checked variants."""
     model, own = comparison.original, psutil.Process().memory_info().rss  # a task's process holds about as much
     for variant in task.recipe.variants:
         key = f"{task.model} {variant.label}"
@@ -109,18 +110,19 @@ def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[Ready
 
 @dataclass
 class _Work:
-    """The tasks of a sweep by name: which of them `running`, and which were started `again`."""
+    """The tasks of a sweep by name, and those that were started `again`."""
 
     tasks: dict[str, Task]
     executor: Executor
     progress: Progress
     advance: Callable[[], None]
-    running: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
 
     def begin(self) -> bool:
-        """Start what can be started now, fail what cannot be done any more; whether a task runs."""
-        for task in [task for task in self.tasks.values() if task.state == "waiting" and task.name not in self.running]:
+        """Start the tasks that can start now, fail those that never can; return whether any task runs."""
+        for task in self.tasks.values():
+            if task.state != "waiting":
+                continue
             before = [self.tasks[name] for name in task.after]
             if failed := next((one.name for one in before if one.state == "failed"), None):
                 reason: str | None = f"not tried: {failed} failed"
@@ -133,15 +135,14 @@ class _Work:
                 self.advance()
                 continue
             task.log.unlink(missing_ok=True)
-            self.running.add(task.name)
             self.executor.submit(task, [sys.executable, "-m", "quantkit.cli", "sweep-task", str(task.folder)])
+            task.state = "running"
             self.progress.say(f"{task.name}: begun")
-        return bool(self.running)
+        return any(task.state == "running" for task in self.tasks.values())
 
     def wait(self) -> None:
-        """Wait until a task ends; if its machine was lost, let it be started again, once."""
+        """Wait until a task ends; if its machine was lost, let it start again, once."""
         name, code = self.executor.finished()
-        self.running.remove(name)
         if code == 0:
             self.tasks[name].state = "done"
             self.progress.say(f"{name}: done")
@@ -159,7 +160,7 @@ class _Work:
 
 
 def _how_ended(task: Task, code: int) -> str:
-    """How a task's process ended, with the last line that it printed."""
+    """Describe how a task's process ended, with the last line that it printed."""
     how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
     lost = f"lost on {task.host}" if task.host else "lost"
     how = {UNPLACED: "no machine that is left can take it", LOST: lost}.get(code, how)
@@ -169,14 +170,14 @@ def _how_ended(task: Task, code: int) -> str:
 
 
 def _sheet(tasks: dict[str, Task], failed: dict[str, str], out: Path) -> Table | None:
-    """The sheet of all that was measured, written into `out` with its picture."""
+    """Join all reports into one sheet; write it and its picture into `out`."""
     done = [task for task in tasks.values() if task.kind == "evaluate" and task.state == "done"]
     paths = [task.report or read_task(task.folder).report for task in done]
     # Each report is a table: those of one model and machine become one.
     tables = [(None, Table((read_report(Path(path)),))) for path in paths if path is not None]
     if not tables:
         return None
-    sheet = replace(joined(tables), missing=tuple(f"Not measured: {name}: {why}" for name, why in failed.items()))
+    sheet = replace(join_tables(tables), missing=tuple(f"Not measured: {name}: {why}" for name, why in failed.items()))
     write_table(sheet, out)
-    draw_table(sheet, out)
+    draw(sheet, out)
     return sheet

@@ -1,7 +1,7 @@
 """Tasks of a sweep: one for each conversion and one for each evaluation, each with a folder `OUT/tasks/NAME`.
 
-`task.json` holds the task and how far it is, for people; its time is the last sign of life of the task's process, which
-may be on another machine. `log` is what the last process printed; `lock` keeps two processes apart.
+`task.json` holds the task and its state. Its modification time is the last sign of life of the task's process, which
+may be on another machine. `log` has the output of the last process; `lock` keeps two processes apart.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import CompareRecipe, Strict, SweepRecipe, parse
 from quantkit.system.files import replace_text, safe_name
 from quantkit.system.memory import peak_of_children_bytes, peak_rss_bytes
-from quantkit.system.threads import every
+from quantkit.system.threads import call_every
 from quantkit.untrusted import path_of, read_object
 
 QUALITY = {"size", "perplexity"}  # probes whose figures are the same on any machine, whatever else it does
@@ -37,11 +37,10 @@ SILENCE_S = 90.0  # after which a task may be gone: clocks of machines may diffe
 
 
 class Task(Strict, frozen=False):
-    """A conversion or an evaluation, and how far it is.
+    """A conversion or an evaluation, and its state.
 
-    `recipe` compares one variant, or none: the source. Tasks named in `after` come before it. `memory` are bytes that
-    it takes, if known. Process `pid` of `host` has begun it, and is done after `seconds`, with a peak of `peak_bytes`.
-    `report` is the path of what it measured.
+    `recipe` compares one variant, or none: the source. Tasks named in `after` come first. `memory`: bytes that it
+    takes, if known. `host` and `pid`: the process that runs it. `report`: path of the result.
     """
 
     out: str
@@ -62,39 +61,36 @@ class Task(Strict, frozen=False):
 
     @property
     def of_quality(self) -> bool:
-        """Whether no figure of the evaluation depends on the machine."""
+        """Whether the evaluation's figures are the same on every machine."""
         probes = set(self.recipe.evaluation.probes)
         return bool(probes) and probes <= QUALITY
 
     @property
     def alone(self) -> bool:
-        """Whether it measures its machine, which then must do nothing else."""
+        """Whether it measures its machine, so that nothing else may run there."""
         return self.kind == "evaluate" and not self.of_quality
 
     @property
     def folder(self) -> Path:
-        """The folder of its state."""
         return Path(self.out) / "tasks" / self.name
 
     @property
     def log(self) -> Path:
-        """What its process printed."""
         return self.folder / "log"
 
     @property
     def why(self) -> str:
-        """Why it failed, and where to read more."""
         return f"{self.reason} (log: {self.log})" if self.log.is_file() else self.reason
 
     def update(self, **values: Any) -> None:
-        """Change how far it is, and write that."""
+        """Change fields, and write the task into its folder."""
         for name, value in values.items():
             setattr(self, name, value)
         self.folder.mkdir(parents=True, exist_ok=True)
         replace_text(self.folder / "task.json", self.model_dump_json(indent=2) + "\n")
 
     def status(self) -> str:
-        """One line: its name, how far it is, its seconds and peak memory, or why it failed."""
+        """Return one line: name and state, with run time and peak memory or the reason of the failure."""
         if self.state == "waiting":
             return f"{self.name}: waiting"
         if self.state == "done":
@@ -102,10 +98,10 @@ class Task(Strict, frozen=False):
             return f"{self.name}: done {cost}"
         if self.state == "failed":
             return f"{self.name}: failed: {self.why}"
-        return f"{self.name}: {self._life()} (process {self.pid} on {self.host}, log: {self.log})"
+        return f"{self.name}: {self._liveness()} (process {self.pid} on {self.host}, log: {self.log})"
 
-    def _life(self) -> str:
-        """Whether its process lives: known of those of this machine, else by the last sign of life."""
+    def _liveness(self) -> str:
+        """Return whether its process lives: asked on this machine, guessed from the last sign of life on others."""
         try:
             process = psutil.Process(self.pid) if self.host == platform.node() else None
             # A later process may have got the number.
@@ -119,8 +115,8 @@ class Task(Strict, frozen=False):
             return f"running for {time.time() - self.began:.0f} s"
         return f"unknown: no sign of life for {silence:.0f} s"
 
-    def former(self) -> dict[str, Any]:
-        """How the task was done, if its folder holds one that was done."""
+    def earlier_run(self) -> dict[str, Any]:
+        """Return how an earlier run completed the task; empty if none did."""
         with suppress(RecipeError):
             former = read_task(self.folder)
             if former.state == "done":
@@ -129,13 +125,13 @@ class Task(Strict, frozen=False):
 
 
 def read_task(folder: Path) -> Task:
-    """Read the task of a folder; raises RecipeError."""
+    """Read a task from its folder; raises RecipeError."""
     path = folder / "task.json"
     return parse(Task, read_object(path, RecipeError), str(path))
 
 
 def read_tasks(out: Path) -> list[Task]:
-    """The tasks of the sweep in `out`; raises RecipeError where there are none."""
+    """Read the tasks of the sweep in `out`; raises RecipeError if there are none."""
     tasks = [read_task(path.parent) for path in sorted((out / "tasks").glob("*/task.json"))]
     if not tasks:
         raise RecipeError(
@@ -144,10 +140,10 @@ def read_tasks(out: Path) -> list[Task]:
     return tasks
 
 
-def plan(recipe: SweepRecipe, out: Path) -> list[Task]:
-    """The tasks of a sweep, model by model, the source before its variants; raises RecipeError.
+def plan_tasks(recipe: SweepRecipe, out: Path) -> list[Task]:
+    """Plan a sweep's tasks, model by model, the source before its variants; raises RecipeError.
 
-    Their paths are absolute: a task may run on another machine, in another folder.
+    Paths become absolute: a task may run on another machine, in another folder.
     """
     for probe in recipe.evaluation.probes:
         find_probe(probe)
@@ -178,23 +174,23 @@ def plan(recipe: SweepRecipe, out: Path) -> list[Task]:
 
 
 def _absolute(name: str | None, reserved: Collection[str] = ()) -> str | None:
-    """The absolute path of a file or folder that exists here; other names, and `reserved` ones, as they are."""
+    """Return the absolute path of a file or folder that exists here; leave other and `reserved` names alone."""
     if name is None or name in reserved or not (path := path_of(name, RecipeError)).exists():
         return name
     return str(path.absolute())
 
 
 def run_task(folder: Path, progress: Progress) -> None:
-    """Do the task of a folder, unless it is done, and write how it ends. Raises QuantkitError, OSError.
+    """Run the task of a folder and write how it ends. Raises QuantkitError, OSError.
 
-    A process that does the same task at the same time is waited for.
+    If another process runs the same task, wait for it first.
     """
 
     def beat() -> None:
         with suppress(OSError):  # a disk that is away for a while
             os.utime(folder / "task.json")
 
-    with FileLock(folder / "lock"), every(BEAT_S, beat):
+    with FileLock(folder / "lock"), call_every(BEAT_S, beat):
         task, began = read_task(folder), time.time()
         task.update(state="running", host=platform.node(), pid=os.getpid(), began=began)
         try:
@@ -207,7 +203,7 @@ def run_task(folder: Path, progress: Progress) -> None:
 
 
 def _run(task: Task, progress: Progress) -> str | None:
-    """Convert or evaluate; the path of the report."""
+    """Convert or evaluate; return the path of the report."""
     for variant in task.recipe.variants if task.kind == "convert" else ():
         method = find_method(variant.method)
         if not method.needs_torch(method.parse_options(variant.options)):

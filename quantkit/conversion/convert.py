@@ -24,7 +24,7 @@ from quantkit.models.source import refuse_non_finite
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, take_fields
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
-from quantkit.system.device import described
+from quantkit.system.device import device_label
 from quantkit.system.files import replace_text
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import parse_json, shown, told
@@ -85,7 +85,7 @@ def run(ready: ReadyJob, progress: Progress | None = None) -> Artifact:
     """Run a checked job; see `convert`."""
     progress, job = progress or Progress(), ready.job
     if job.calibration is not None:
-        progress.say(f"device: {described(job.device)}")
+        progress.say(f"device: {device_label(job.device)}")
     values = fingerprint(job)
     with staged(ready.out, ready.force, values, progress.say) as folder:
         unfinished = not (folder / MANIFEST).is_file()

@@ -19,7 +19,7 @@ from quantkit.conversion.verify import PIECE
 from quantkit.errors import ResourceError
 from quantkit.system.device import CPU, memory_of
 from quantkit.system.memory import GROWTH, available_memory, free_memory
-from quantkit.system.sizes import told_apart
+from quantkit.system.sizes import in_one_unit
 
 MB = 1_000_000
 LOADED = 8 * MB  # what the work loads and keeps
@@ -172,7 +172,7 @@ def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
         if other.memory < predicted.memory or other.on_device < predicted.on_device:
             job, predicted = offloading, other
     if predicted.on_device > free:
-        needed, limited = told_apart(predicted.on_device, free)
+        needed, limited = in_one_unit(predicted.on_device, free)
         raise ResourceError(
             f"{job.recipe.label} of {job.source.name} would need {needed} of {memory_of(job.device)} for a decoder "
             f"block, and {limited} are free there. Give fewer or shorter calibration sequences, or --device cpu."
@@ -184,7 +184,7 @@ def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
             if predicted.peak_phase in ("embedding the text", "a decoder block")
             else "Take a machine with more memory."
         )
-        needed, limited = told_apart(predicted.memory, limit_bytes)
+        needed, limited = in_one_unit(predicted.memory, limit_bytes)
         raise ResourceError(
             f"{job.recipe.label} of {job.source.name} would need {needed} of memory "
             f"({predicted.process / 1e9:.2f} GB for the process, {predicted.phases[predicted.peak_phase] / 1e9:.2f} GB "

@@ -13,7 +13,7 @@ from quantkit.contracts.run import Run
 from quantkit.conversion.staging import list_files
 from quantkit.models.source import Source
 from quantkit.recipe import ConvertRecipe
-from quantkit.system.device import CPU, described
+from quantkit.system.device import CPU, device_label
 from quantkit.system.files import sha256_of
 from quantkit.system.sizes import bits_per_weight
 
@@ -95,7 +95,7 @@ def make_manifest(job: CheckedJob, run: Run) -> Manifest:
         bits_per_weight=round(bits_per_weight(weight_bytes, job.source.parameters), 4),
         calibration_sha256=None if job.calibration is None else job.calibration.digest,
         calibration=None if job.calibration is None else job.calibration.entry,
-        device=None if job.device == CPU else described(job.device),
+        device=None if job.device == CPU else device_label(job.device),
         notes=(*job.checked.notes, *run.findings.notes.values()),
         files=files,
     )

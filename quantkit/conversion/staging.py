@@ -24,7 +24,7 @@ from quantkit.artifact import MANIFEST, FileEntry, open_artifact
 from quantkit.checkpoints.spool import JOURNAL, SPOOL, read_journal
 from quantkit.errors import ArtifactError, OutputError, QuantkitError, UnsupportedError, reason_of
 from quantkit.system.files import refuse_unwritable, replace_text, sha256_of, sync_folder
-from quantkit.system.sizes import told_apart
+from quantkit.system.sizes import in_one_unit
 from quantkit.untrusted import path_of, read_object
 
 OWNER, WORK = ".owner", "work.json"
@@ -99,7 +99,7 @@ def refuse_small_disk(out: Path, need: int) -> None:
     held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if partial.is_dir() else 0
     free = shutil.disk_usage(place).free + held
     if free < need:
-        needed, there = told_apart(need, free)
+        needed, there = in_one_unit(need, free)
         raise OutputError(
             f"the disk of {place} is too small: {needed} needed, {there} free. Free some space or choose another --out."
         )
@@ -149,7 +149,7 @@ def staged(
             if isinstance(error, OSError) and error.errno in FULL:
                 raise OutputError(
                     f"the disk of {out.parent} was full while {partial.name} was written "
-                    f"({error.strerror}; {told_apart(shutil.disk_usage(out.parent).free, 0)[0]} are free there). "
+                    f"({error.strerror}; {in_one_unit(shutil.disk_usage(out.parent).free, 0)[0]} are free there). "
                     "Make room, or choose another --out, and run the same command again."
                 ) from None
             raise

@@ -18,8 +18,8 @@ from quantkit.errors import DependencyError, RecipeError
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.recipe import EngineSpec, parse
 from quantkit.report.records import EngineEntry
-from quantkit.system.device import CPU, described, find_device
-from quantkit.system.interpreter import look
+from quantkit.system.device import CPU, device_label, find_device
+from quantkit.system.interpreter import inspect_interpreter
 
 REFERENCE = "reference"  # our own reader
 # What quantkit itself imports in a process that evaluates, and the packages that bring it.
@@ -64,7 +64,7 @@ class ChosenEngine:
 
     def entry(self, loaded: dict[str, Any]) -> EngineEntry:
         """The engine in a report; `loaded` is what the process that has it reports."""
-        device = described(loaded["device"])
+        device = device_label(loaded["device"])
         return EngineEntry(**{**loaded, "name": self.name, "version": self.version, "device": device})
 
 
@@ -115,7 +115,7 @@ def own_device(asked: str) -> str:
 def require(engine: Engine, python: str = sys.executable) -> str:
     """Return the engine's version in the interpreter `python`; raises DependencyError if something is missing."""
     own = python == sys.executable
-    missing, version = look(python, (engine.module,) if own else (engine.module, *NEEDED))
+    missing, version = inspect_interpreter(python, (engine.module,) if own else (engine.module, *NEEDED))
     if engine.module in missing:
         place = "" if own else f" for {python}"
         raise DependencyError(

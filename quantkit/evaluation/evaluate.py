@@ -41,7 +41,7 @@ from quantkit.models.source import Source
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, Strict, spec_of
 from quantkit.report.records import BaselineEntry, Hardware, Report, TextEntry, this_machine
-from quantkit.system.device import described
+from quantkit.system.device import device_label
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
@@ -74,7 +74,7 @@ def evaluate(
     loaded = load_text(spec.text, "evaluation")
     evaluation = prepare(opened, spec, loaded, choose(opened, engine), exact, memory or LIMITS)
     progress = progress or Progress()
-    progress.say(f"device: {described(evaluation.engine.device)}")
+    progress.say(f"device: {device_label(evaluation.engine.device)}")
     return measure(evaluation, progress)
 
 

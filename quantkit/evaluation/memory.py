@@ -26,7 +26,7 @@ from quantkit.models.source import Source
 from quantkit.recipe import MemoryLimits
 from quantkit.system.device import CPU, memory_of
 from quantkit.system.memory import GROWTH, free_memory
-from quantkit.system.sizes import told_apart
+from quantkit.system.sizes import in_one_unit
 from quantkit.untrusted import told
 
 FLOAT32 = "float32"
@@ -244,7 +244,7 @@ def plan_memory(
         raise _too_much(model, walking, limits, "Give shorter windows, or take a machine with more memory.")
     note = f"{what} was computed block by block by our own reader, as was asked for"
     if not limits.walk:
-        needed, free = told_apart(need.memory or 0, _limit(need.device, limits))
+        needed, free = in_one_unit(need.memory or 0, _limit(need.device, limits))
         note = (
             f"{what} was computed block by block by our own reader: {engine.name} would need {needed} of "
             f"{memory_of(need.device)} for all of it, and {free} were free"
@@ -262,7 +262,7 @@ def _fits(need: MemoryNeed, limits: MemoryLimits) -> bool:
 
 
 def _too_much(model: Model, need: MemoryNeed, limits: MemoryLimits, fix: str) -> ResourceError:
-    needed, free = told_apart(need.memory or 0, _limit(need.device, limits))
+    needed, free = in_one_unit(need.memory or 0, _limit(need.device, limits))
     phase = max(need.phases, key=lambda name: need.phases[name])
     how = "block by block " if need.walk else ""
     return ResourceError(

@@ -30,8 +30,8 @@ from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, ModelRef, Strict, spec_of
 from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine
-from quantkit.system.device import described
-from quantkit.system.interpreter import look
+from quantkit.system.device import device_label
+from quantkit.system.interpreter import inspect_interpreter
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import path_of, told
@@ -83,7 +83,7 @@ def evaluate_tasks(
             )
     opened = open_model(model)
     chosen = choose(opened, engine)
-    if look(chosen.python, ("lm_eval",))[0]:
+    if inspect_interpreter(chosen.python, ("lm_eval",))[0]:
         raise missing_package("lm-eval", "tasks", ImportError(f"{chosen.python} has none"))
     if spec.n_ctx is not None:
         note_beyond_context(opened.config, spec.n_ctx, "texts")  # refuses
@@ -93,7 +93,7 @@ def evaluate_tasks(
         refuse_untrue(opened.artifact)
     load = LoadRequest(model=opened.ref, engine=chosen, threads=usable_cores())
     progress = progress or Progress()
-    progress.say(f"device: {described(chosen.device)}")
+    progress.say(f"device: {device_label(chosen.device)}")
     with temporary_folder() as temp:
         result = run_child(TasksRequest(load=load, tasks=spec), temp, progress)
     return TaskReport(

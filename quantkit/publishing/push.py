@@ -1,9 +1,8 @@
-"""push: an artifact becomes a repository on the Hugging Face Hub, whole or not at all.
+"""push: send an artifact to a repository on the Hugging Face Hub, in one commit.
 
-What goes are the verified files that the manifest names, and no others of the folder, with the card as the hub shows it
-and scores of registered benchmarks. Large files go one after the other before the commit (by Xet, or by LFS without
-hf_xet), so those that arrived are not sent again after a failure; then one commit names all files. The token is in no
-message: errors of libraries are given in our words, and without it.
+It sends the verified files that the manifest names, the card for the hub, and scores of registered benchmarks. Large
+files go first, one by one (by Xet, or by LFS without hf_xet), so a repeated push skips those that arrived; then one
+commit names all files. No message holds the token.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from quantkit.errors import (
 from quantkit.progress import Progress
 from quantkit.publishing.results import PREFIX, eval_results
 from quantkit.report.card import BEGIN, convert_command, front_matter
-from quantkit.serving.servers import server_of
+from quantkit.serving.servers import server_summary
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import read_text, shown
 
 MOST_CARD = 1 << 24  # bytes
-# Ends of names of what is being made, or belongs to a process: no part of an artifact, whatever a manifest names.
+# Endings of unfinished files and files of processes, which no artifact has, even if a manifest names them.
 UNFINISHED = (".partial", ".incomplete", ".lock", ".new", ".tmp")
 HERE = "`FOLDER` is this folder."
 NEXT = "\n## Recipe\n"  # the section before which the commands are
@@ -55,12 +54,12 @@ FIXES = {
     404: "The repository is not there, or the token may not see it. --create makes it.",
     409: "Somebody else changes it at this moment. Push again.",
 }
-GO_ON = "The same command goes on where it was."
+GO_ON = "The same command continues where it was."
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One file: its `name` in the repository, its size in bytes and hex sha256, and its bytes or the file of them."""
+    """One file: its `name` in the repository, size in bytes, hex sha256, and its bytes or path."""
 
     name: str
     nbytes: int
@@ -69,8 +68,8 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What goes to `repo`: the verified `artifact`, its files, and what is to be known of them."""
+class PushPlan:
+    """The files of a verified `artifact` for `repo`, and notes for the user."""
 
     repo: str
     artifact: Artifact
@@ -80,8 +79,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What became of a push: the repository's address, its commit, and the names of the files that were sent, that were
-    there already, and that a former artifact had left there.
+    """The result of a push: the repository's URL and commit, and the names of files that were sent, were there already,
+    and were removed because only the former artifact had them.
     """
 
     url: str
@@ -102,31 +101,31 @@ def push(
     results: Sequence[str | Path] = (),
     progress: Progress | None = None,
 ) -> Pushed:
-    """Verify an artifact and put it into the repository `repo` (``user/name``) of the Hugging Face Hub, in one commit.
+    """Verify an artifact and send it to the repository `repo` (``user/name``) of the Hugging Face Hub, in one commit.
 
-    `create` makes the repository where there is none; `private` makes it a private one, and refuses one that is public.
-    `base_model` is the source's name on the hub, where it was a folder. `results` are reports of `quantkit eval-tasks`.
-    The token is that of the environment (HF_TOKEN) or of `hf auth login`.
-    What the repository holds already is not sent again. Files that the artifact there before had, and this one has not,
-    are removed in the same commit.
-    Raises RecipeError for a name that no repository has, ArtifactError for what is no whole artifact, ReportError for
-    results that are not its own, HubError without a token, where the hub refuses or cannot be reached, and where the
-    repository holds other files that engines would load.
+    `create` makes the repository if it is missing; `private` makes it private, and refuses a public one. `base_model`
+    is the source's name on the hub, if it was a folder. `results` are reports of `quantkit eval-tasks`. The token comes
+    from the environment (HF_TOKEN) or `hf auth login`. Files that are there already are not sent again; files that only
+    the former artifact had are removed in the same commit.
+
+    Raises RecipeError for an invalid name, ArtifactError for a damaged artifact, ReportError for results of another
+    artifact, and HubError without a token, if the hub refuses or cannot be reached, and if the repository holds other
+    files that engines would load.
     """
     token = token_of_user()
-    made = plan(artifact, repo, base_model=base_model, results=results, progress=progress)
+    made = plan_push(artifact, repo, base_model=base_model, results=results, progress=progress)
     return send(made, token, create, private, progress or Progress())
 
 
-def plan(
+def plan_push(
     artifact: str | Path | Artifact,
     repo: str,
     *,
     base_model: str | None = None,
     results: Sequence[str | Path] = (),
     progress: Progress | None = None,
-) -> Plan:
-    """What `push` would send; asks neither the network nor for a token. Raises as `push` does."""
+) -> PushPlan:
+    """Return what `push` would send, without network and token. Raises as `push` does."""
     for name, what in ((repo, "--repo"), (base_model, "--base-model")):
         if name is not None:
             _refuse_name(name, what)
@@ -150,11 +149,11 @@ def plan(
         Upload(name, entry.bytes, entry.sha256, opened.folder / name) for name, entry in files.items() if name != CARD
     ]
     uploads += [card, _upload(MANIFEST, manifest.to_text().encode()), *(_upload(*one) for one in scores.items())]
-    return Plan(repo, opened, tuple(uploads), (*notes, *more))
+    return PushPlan(repo, opened, tuple(uploads), (*notes, *more))
 
 
 def _refuse_name(repo: str, what: str) -> None:
-    """Raise RecipeError for a name that is no ``user/name`` of the hub."""
+    """Raise RecipeError unless a name is a valid ``user/name`` of the hub."""
     with suppress(HFValidationError):
         validate_repo_id(repo)
         if "/" in repo:
@@ -169,15 +168,15 @@ def _upload(name: str, data: bytes) -> Upload:
 
 
 def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str, list[str]]:
-    """The artifact's card with what is true of it in `repo`, and notes for whoever pushes it.
+    """Return the artifact's card for `repo`, and notes for the user.
 
-    `base_model` is the source's name on the hub; without one it is the manifest's where that came from the hub, or the
-    card names none. Commands say where the folder comes from. Raises ArtifactError for a card that has no head.
+    `base_model` is the source's name on the hub, by default the manifest's if it came from there. Commands fetch the
+    folder from `repo`. Raises ArtifactError for a card without front matter.
     """
     text = read_text(artifact.folder / CARD, ArtifactError, most=MOST_CARD)
     head, metadata = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL), front_matter(text)
     if head is None or not metadata:
-        raise ArtifactError(f"{artifact.folder / CARD} has no head with metadata. Convert again with --force.")
+        raise ArtifactError(f"{artifact.folder / CARD} has no front matter. Convert again with --force.")
     notes = []
     recipe, source = artifact.manifest.recipe, artifact.manifest.source
     known = base_model or (source.model if source.revision is not None else None)
@@ -195,8 +194,8 @@ def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str
     fetch = f"hf download {repo} --local-dir FOLDER"
     lines = [made] if made.isprintable() and "`" not in made else []
     lines += [fetch, "quantkit verify FOLDER", "quantkit eval-ppl FOLDER"]
-    lines += ["quantkit serve FOLDER"] if server_of(artifact.manifest.format) else []
-    words = "What made it, and what fetches, checks, judges and serves it:"
+    lines += ["quantkit serve FOLDER"] if server_summary(artifact.manifest.format) else []
+    words = "The commands to make, fetch, check, evaluate and serve it:"
     section = "\n".join(["## Commands", "", words, "", "```bash", *lines, "```", ""])
     body = text[head.end() :].replace(HERE, f"`{fetch}` fetches it.", 1)
     body = body.replace(NEXT, f"\n{section}{NEXT}", 1) if NEXT in body else f"{body.rstrip()}\n\n{section}"
@@ -204,7 +203,7 @@ def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str
 
 
 def token_of_user() -> str:
-    """The user's token, from the environment or the login; raises HubError where there is none, or no network."""
+    """Return the user's token, from the environment or the login; raises HubError without one, or offline."""
     if constants.HF_HUB_OFFLINE:
         raise HubError("nothing can be pushed while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. Unset it.")
     try:
@@ -218,11 +217,11 @@ def token_of_user() -> str:
     return token
 
 
-def send(plan: Plan, token: str, create: bool, private: bool, progress: Progress) -> Pushed:
-    """Carry out a plan; raises HubError."""
+def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Progress) -> Pushed:
+    """Send the files of a plan; raises HubError."""
     api = HfApi(token=token, library_name="quantkit")
-    with _reraised(f"{plan.repo} cannot be pushed to", token), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of each other, and the hub's advice on a card
+    with _hub_errors(f"{plan.repo} cannot be pushed to", token), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of libraries, and the hub's advice on a card
         if create:
             api.create_repo(plan.repo, private=private or None, exist_ok=True)
         info = api.repo_info(plan.repo)
@@ -231,7 +230,7 @@ def send(plan: Plan, token: str, create: bool, private: bool, progress: Progress
         there = {entry.path: entry for entry in api.list_repo_tree(plan.repo, recursive=True) if hasattr(entry, "size")}
         sent = [upload for upload in plan.uploads if not _is_there(upload, there.get(upload.name))]
         names = [upload.name for upload in sent]
-        removed = _left_over(api, plan, there) if MANIFEST in there and MANIFEST in names else []
+        removed = _outdated_files(api, plan, there) if MANIFEST in there and MANIFEST in names else []
         ours = {upload.name for upload in plan.uploads}
         loadable = {name for name in there if name.endswith(LOADABLE) and not name.startswith(".")}
         if strangers := sorted(loadable - ours - set(removed)):
@@ -239,40 +238,45 @@ def send(plan: Plan, token: str, create: bool, private: bool, progress: Progress
                 f"{plan.repo} holds {shown(strangers[0])}, which is not of this artifact, and engines may load it. "
                 "Choose another --repo, or remove it there."
             )
-        commit = info.sha
-        if sent or removed:
-            large = plan.artifact.manifest.weight_files
-            operations = [_operation(upload, upload.name in large) for upload in sent]
-            with progress.step(f"sending to {plan.repo}", sum(upload.nbytes for upload in sent) or 1) as advance:
-                for upload, operation in zip(sent, operations, strict=True):
-                    if upload.name in large:
-                        advance(0, remark=upload.name)
-                        api.preupload_lfs_files(plan.repo, [operation], free_memory=False)
-                        advance(upload.nbytes)
-                title = f"{plan.artifact.label} of {one_line(plan.artifact.manifest.source.name, 80)}"
-                changes: list[CommitOperationAdd | CommitOperationDelete] = list(operations)
-                changes += [CommitOperationDelete(name) for name in removed]
-                # Refused where somebody else has committed since.
-                commit = api.create_commit(plan.repo, changes, commit_message=title, parent_commit=info.sha).oid
-                advance(sum(upload.nbytes for upload in sent if upload.name not in large))
+        commit = _commit(api, plan, sent, removed, info.sha, progress) if sent or removed else info.sha
     kept = tuple(upload.name for upload in plan.uploads if upload.name not in names)
     return Pushed(f"{api.endpoint}/{plan.repo}", str(commit), tuple(names), kept, tuple(removed), plan.notes)
 
 
+def _commit(
+    api: HfApi, plan: PushPlan, sent: list[Upload], removed: list[str], parent: str | None, progress: Progress
+) -> str:
+    """Send the large files one by one, then commit all changes; return the commit."""
+    large = plan.artifact.manifest.weight_files
+    operations = [_operation(upload, upload.name in large) for upload in sent]
+    with progress.step(f"sending to {plan.repo}", sum(upload.nbytes for upload in sent) or 1) as advance:
+        for upload, operation in zip(sent, operations, strict=True):
+            if upload.name in large:
+                advance(0, remark=upload.name)
+                api.preupload_lfs_files(plan.repo, [operation], free_memory=False)
+                advance(upload.nbytes)
+        title = f"{plan.artifact.label} of {one_line(plan.artifact.manifest.source.name, 80)}"
+        changes: list[CommitOperationAdd | CommitOperationDelete] = list(operations)
+        changes += map(CommitOperationDelete, removed)
+        # The hub refuses it if somebody else has committed since.
+        commit = api.create_commit(plan.repo, changes, commit_message=title, parent_commit=parent).oid
+        advance(sum(upload.nbytes for upload in sent if upload.name not in large))
+    return commit
+
+
 def _operation(upload: Upload, large: bool) -> CommitOperationAdd:
-    """The addition of a file to a commit: of the bytes that were verified, whatever the file holds now."""
+    """Return the addition of a file to a commit, for the verified bytes only."""
     content = upload.content
     if isinstance(content, Path) and not large:
         content = content.read_bytes()
-        if hashlib.sha256(content).hexdigest() != upload.sha256:
-            raise HubError(f"{shown(upload.name)} has changed since it was verified. Push again.")
     operation = CommitOperationAdd(path_in_repo=upload.name, path_or_fileobj=content)
-    operation.upload_info.sha256 = bytes.fromhex(upload.sha256)  # a large file's: other bytes are refused there
+    if operation.upload_info.sha256.hex() != upload.sha256:  # the hub refuses a large file that changes after this
+        raise HubError(f"{shown(upload.name)} has changed since it was verified. Push again.")
     return operation
 
 
 def _is_there(upload: Upload, entry: Any) -> bool:
-    """Whether the repository's file has these bytes, by its sha256, or git's hash of a small one."""
+    """Return whether the repository's file has these bytes, by its sha256, or git's hash of a small file."""
     if entry is None or entry.size != upload.nbytes:
         return False
     if entry.lfs is not None:
@@ -281,8 +285,8 @@ def _is_there(upload: Upload, entry: Any) -> bool:
     return bool(entry.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
 
 
-def _left_over(api: HfApi, plan: Plan, there: dict[str, Any]) -> list[str]:
-    """What an artifact that was pushed there before has and this one has not; its scores where its bytes are others."""
+def _outdated_files(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[str]:
+    """Return files that only the formerly pushed artifact has, and its scores if its bytes were different."""
     with temporary_folder() as folder:
         api.hf_hub_download(plan.repo, MANIFEST, local_dir=folder)
         try:
@@ -294,8 +298,8 @@ def _left_over(api: HfApi, plan: Plan, there: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _reraised(what: str, token: str) -> Iterator[None]:
-    """Raise HubError, ``WHAT: reason. FIX``, for whatever a library raises inside; the token is in no part of it."""
+def _hub_errors(what: str, token: str) -> Iterator[None]:
+    """Raise HubError, ``WHAT: reason. FIX``, without the token, for any exception of a library inside."""
     try:
         yield
     except QuantkitError:

@@ -1,8 +1,8 @@
-"""Scores on the hub's registered benchmarks, out of the report of `quantkit eval-tasks`, as `.eval_results/*.yaml`.
+"""Scores on the hub's registered benchmarks, from reports of `quantkit eval-tasks`, as `.eval_results/*.yaml`.
 
-The hub shows them on the model's page and on the benchmark's leaderboard, in percent.
-Format: https://huggingface.co/docs/hub/eval-results. A dataset is a benchmark where it has an ``eval.yaml`` and stands
-on the hub's list; those that lm-evaluation-harness has as tasks are in `BENCHMARKS`, any other task is left out.
+The hub shows them in percent, on the model's page and the benchmark's leaderboard. Format:
+https://huggingface.co/docs/hub/eval-results. `BENCHMARKS` lists the hub's benchmarks that are tasks of
+lm-evaluation-harness; other tasks are left out.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ BENCHMARKS = {
 
 
 def eval_results(paths: Iterable[str | Path], artifact: Artifact) -> tuple[dict[str, bytes], list[str]]:
-    """The files of scores by their names in the repository, and notes on the tasks that are left out.
+    """Return the files of scores by their names in the repository, and notes on tasks that are left out.
 
-    `paths` are reports of `quantkit eval-tasks`. Raises ReportError for one of other bytes than the artifact's, of a
-    part of the samples, or of task definitions of the user's own; and where two reports hold the same task.
+    `paths` are reports of `quantkit eval-tasks`. Raises ReportError for a report of another artifact, of a part of the
+    samples, or of the user's own task definitions, and if two reports have the same task.
     """
     files: dict[str, bytes] = {}
     notes = []

@@ -1,1 +1,1 @@
-"""What was measured, and how it is shown: records, statistics, table, plot, model card."""
+"""Reports and their presentation: records, statistics, table, plot, model card, HTML page."""

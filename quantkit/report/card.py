@@ -1,8 +1,7 @@
 """The model card: `README.md` of an artifact, with the front matter that the Hugging Face Hub reads.
 
-It says what was made from what and how to load it (card.md is its template); `write_card` puts what was measured into
-it. The manifest holds its hash like any other file's, so the two are replaced together. Metadata:
-https://huggingface.co/docs/hub/model-cards
+The card (template: card.md) says what was made from what and how to load it; `write_card` adds measurements. The
+manifest holds the card's hash, so the two are replaced together. Metadata: https://huggingface.co/docs/hub/model-cards
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, Wei
 from quantkit.errors import ArtifactError, QuantkitError, SourceError
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
 from quantkit.report.records import Report
-from quantkit.report.table import Table, escaped, megabytes
+from quantkit.report.table import Table, escape_markdown
 from quantkit.system.files import create, replace_text, sha256_of
+from quantkit.system.sizes import megabytes
 from quantkit.untrusted import MOST_YAML, inside, parse_yaml
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
@@ -34,10 +34,10 @@ INHERITED = ("license", "license_name", "license_link", "language")
 
 @dataclass(frozen=True)
 class MethodText:
-    """What the card says of a method: one line, the paper, and the library that loads its artifacts.
+    """A method in the card: one line, the paper, and the library that loads its artifacts.
 
-    usage is Markdown: how engines load the artifact in FOLDER. {file} becomes the first weight file's name,
-    {transformers} the lines that load a folder with transformers.
+    `usage` is Markdown: how engines load the artifact in FOLDER. {file} becomes the name of the first weight file,
+    {transformers} the code that loads a folder with transformers.
     """
 
     summary: str
@@ -47,9 +47,9 @@ class MethodText:
 
 
 def front_matter(text: str) -> dict[str, Any]:
-    """The YAML between the dashes at the head of a card; empty where there is none, or none that can be read.
+    """Return the YAML front matter of a card; empty if it is missing or unreadable.
 
-    Its values are strings as they stand there: ``no`` is a language, and ``2024-02-30`` need not be a date.
+    Scalars stay strings: ``no`` is a language, and ``2024-02-30`` need not be a date.
     """
     block = re.match(r"---[^\S\n]*\n(.*?)\n---[^\S\n]*(\n|$)", text, re.DOTALL)
     try:
@@ -60,10 +60,9 @@ def front_matter(text: str) -> dict[str, Any]:
 
 
 def inherited_metadata(folder: Path) -> dict[str, Any]:
-    """What a quantized copy takes over from the card of the source in `folder`.
+    """Return the metadata that a quantized copy inherits from the card of the source in `folder`.
 
-    A card that cannot be read, or that is a link to somewhere else, says nothing; so does a value that is neither a
-    short text nor a list of such.
+    Unreadable cards, links out of the folder, and values that are no short text or list of them are left out.
     """
     card = folder / CARD
     try:
@@ -85,7 +84,7 @@ def _inheritable(value: object) -> bool:
 
 
 def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> str:
-    """The card of a fresh artifact, not measured yet; `inherited` is metadata of the source's card."""
+    """Return the card of a new artifact without measurements; `inherited` is metadata of the source's card."""
     recipe, source = manifest.recipe, manifest.source
     bits = re.search(r"\d+", recipe.bits or "")
     metadata = {
@@ -97,7 +96,7 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
         **inherited,
     }
     text = (
-        templates(escaped, html=False)
+        templates(escape_markdown, html=False)
         .get_template("card.md")
         .render(
             m=manifest,
@@ -110,10 +109,7 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
 
 
 def templates(shown: Callable[[str], str], html: bool) -> Environment:
-    """The templates of this folder: what they are given is `shown` as text, but for our own Markup.
-
-    An unknown name in a template is an error.
-    """
+    """Return this folder's templates: values pass through `shown`, except our own Markup; unknown names are errors."""
     made = Environment(
         loader=PackageLoader("quantkit", "report"),
         autoescape=html,
@@ -128,22 +124,22 @@ def templates(shown: Callable[[str], str], html: bool) -> Environment:
 
 
 def counts(tensor_types: Mapping[str, int]) -> str:
-    """The tensors of an artifact by type, in words."""
+    """Describe the tensors of an artifact by type."""
     return ", ".join(f"{count} {kind}" for kind, count in tensor_types.items())
 
 
 def first_versions(versions: Mapping[str, str]) -> str:
-    """The versions of the main packages, in words."""
+    """Describe the versions of the main packages."""
     return ", ".join(f"{name} {number}" for name, number in list(versions.items())[:3])
 
 
 def weight_error(error: WeightError) -> str:
-    """The relative error of the weights, in words."""
+    """Describe the relative error of the weights."""
     return f"mean {error.mean:.4f}, worst {error.worst:.4f} ({error.worst_tensor})"
 
 
 def convert_command(recipe: ConvertRecipe, folder: str) -> str:
-    """The command line that makes an artifact of `recipe` in `folder`; what is a default is left out."""
+    """Return the command that makes an artifact of `recipe` in `folder`, without default values."""
     options: list[tuple[str, object]] = [("method", recipe.method), ("bits", recipe.bits), ("format", recipe.format)]
     options += [*sorted(recipe.options.items()), *(("adapter", adapter) for adapter in recipe.adapters)]
     default = CalibrationSpec()
@@ -160,12 +156,12 @@ def convert_command(recipe: ConvertRecipe, folder: str) -> str:
 
 
 def operand(text: str) -> str:
-    """`text` as an argument that is taken for no option."""
+    """Return `text` as an argument that cannot be taken for an option."""
     return f"./{text}" if text.startswith("-") else text
 
 
 def shell_words(command: str, *arguments: str) -> str:
-    """A command of quantkit as a shell takes it."""
+    """Return a quantkit command, quoted for a shell."""
     return shlex.join(["quantkit", command, *arguments])
 
 
@@ -174,9 +170,9 @@ def _measured(text: str) -> str:
 
 
 def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
-    """Put the table of `reports` into the artifact's card and its new hash into the manifest; return it anew.
+    """Put the table of `reports` into the artifact's card, and the new hash into the manifest; return the artifact.
 
-    Raises ArtifactError where the card is not as it was written, or has no place for the table.
+    Raises ArtifactError if the card was changed, or has no place for the table.
     """
     path = artifact.folder / CARD
     entry = artifact.manifest.files.get(CARD)
@@ -194,13 +190,13 @@ def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
     with create(new) as file:
         file.write(text)
     manifest = _with_card(artifact.manifest, new)
-    # A process killed between the two leaves the manifest of the new card beside it; `open_artifact` puts it in place.
+    # A process killed between the two leaves the new card's manifest as a .new file; `open_artifact` renames it.
     replace_text(artifact.folder / MANIFEST, manifest.to_text(), before=lambda: new.replace(path))
     return open_artifact(artifact.folder)
 
 
 def add_card(folder: Path, manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> Manifest:
-    """Write the card of a fresh artifact into `folder`; return the manifest with its hash. See `render`."""
+    """Write the card of a new artifact into `folder`; return the manifest with its hash. See `render`."""
     path = folder / CARD
     with create(path) as file:
         file.write(render(manifest, method, inherited))

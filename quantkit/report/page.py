@@ -1,7 +1,7 @@
-"""One HTML page of a table, which needs nothing but itself: an answer, a matrix, a picture, all figures, the variants.
+"""A self-contained HTML page of a table: an answer, a matrix, a picture, all figures, the variants.
 
-page.html, page.css and page.js are jinja2 templates: whatever they are given is text, whoever wrote it. The page tells
-the browser to load nothing and to run nothing but that script, so that no text in it can do either.
+page.html, page.css and page.js are jinja2 templates that escape all values. The page's policy lets the browser load
+nothing, and run only its own script.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from quantkit.errors import ArtifactError, one_line
 from quantkit.report.card import templates
 from quantkit.report.records import NAMES, Measurement, Report, noise_of
 from quantkit.report.statistics import HIGHER, best
-from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTILE, QUALITY, Table, labelled, megabytes
+from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTILE, QUALITY, Table, split_label
 from quantkit.system.processor import threads
+from quantkit.system.sizes import megabytes
 
 MOST = 1_000_000  # bytes of a page, above which the JSON in it goes without the windows' sums
-LONGEST_CODE = 1 << 18  # characters of a line to be copied
+LONGEST_CODE = 1 << 18  # characters of a line to copy
 LONGEST_LABEL = 200  # characters of a name in the picture
 STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # KLD in nats, where the colour changes
 ACROSS = ("weight_bytes", "bits_per_weight", "ms_per_token@", "peak_rss_bytes", "device_peak_bytes")
 UNITS = {"weight_bytes": "MB", "peak_rss_bytes": "MB", "device_peak_bytes": "MB", "bits_per_weight": "bits"}
 SPEEDS = {"ms_per_token@": "ms/token", "tg": "tokens/s"}
 CERTAIN = 1.96  # standard errors
-WORSE = 1.2  # times the source's perplexity, from which a recommendation says so
+WORSE = 1.2  # times the source's perplexity, from which the recommendation warns
 WORST = 5  # windows
 BINS, WIDTH, HEIGHT = 16, 320, 70  # of a histogram
 WITHOUT_SUMS = "The JSON to save is without the windows' sums, which would make this page larger than 1 MB."
@@ -47,11 +48,11 @@ def page(
     max_bytes: float | None = None,
     server: Callable[[str], str | None] = lambda _format: None,
 ) -> str:
-    """Return the whole page as one HTML text.
+    """Return the page as HTML.
 
-    `artifacts` by their digests; `remarks` go below the table's notes. The answer names the smallest copy with at most
-    `max_kld` nats and the best of at most `max_bytes` (default: a third of float16). `server` names the server of a
-    format, None where there is none.
+    `artifacts` are by digest; `remarks` go below the table's notes. The answer names the smallest copy with at most
+    `max_kld` nats and the best of at most `max_bytes` (default: a third of float16). `server` returns the name of a
+    format's server, or None.
     """
     templates = environment()
     style = Markup(templates.get_template("page.css").render(colours=COLOURS))
@@ -65,7 +66,7 @@ def page(
     parts = {
         "style": style,
         "script": script,
-        "hashes": {"style": _hash(style), "script": _hash(script)},
+        "hashes": {"style": _policy_hash(style), "script": _policy_hash(script)},
         "table": table,
         "rows": rows,
         "titles": list(dict.fromkeys(title for found in rows.values() for title in found)),
@@ -77,25 +78,24 @@ def page(
         "limit": f"{max_kld:g}",
         "answers": {model: answer(table, model, max_kld, max_bytes) for model in table.models},
         "server": server,
-        "data": plotted(table, places),
-        "csv": _packed(table.to_csv()),
+        "data": plot_data(table, places),
+        "csv": _data_url(table.to_csv()),
     }
-    whole = template.render(parts, notes=notes, json=_packed(table.to_json()))
+    whole = template.render(parts, notes=notes, json=_data_url(table.to_json()))
     if len(whole.encode()) <= MOST:
         return whole
-    return template.render(parts, notes=[*notes, WITHOUT_SUMS], json=_packed(_without_sums(table).to_json()))
+    return template.render(parts, notes=[*notes, WITHOUT_SUMS], json=_data_url(_without_sums(table).to_json()))
 
 
 def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str]]:
-    """The artifacts in the folders of `places` by their digests, and remarks on those that cannot be read.
+    """Return the artifacts that comparisons and sweeps left at `places`, by digest, and remarks on unreadable ones.
 
-    They are where comparisons and sweeps leave them. Only manifests are read. A report belongs to an artifact by its
-    digest, whatever both are called.
+    Only manifests are read. A report belongs to the artifact with its digest.
     """
     found: dict[str, Artifact] = {}
     remarks = []
     for place in places:
-        path = labelled(place)[1]
+        path = split_label(place)[1]
         root = path if path.is_dir() else path.parent
         for pattern in (f"artifacts/*/{MANIFEST}", f"models/*/artifacts/*/{MANIFEST}"):
             for manifest in sorted(root.glob(pattern)):
@@ -108,33 +108,33 @@ def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str
 
 
 def environment() -> Environment:
-    """The page's templates; all that they are given is escaped and on one line."""
+    """Return the page's templates; every value is escaped and on one line."""
     made = templates(lambda text: one_line(text, LONGEST), html=True)
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     made.globals |= {"EMPTY": EMPTY, "LEGEND": LEGEND, "PERCENTILE": PERCENTILE, "STEPS": STEPS}
-    made.globals |= {"divergence": divergence, "fixed": "{:z.4f}".format, "short": short}
+    made.globals |= {"divergence": divergence, "fixed": "{:z.4f}".format, "in_words": in_words}
     made.filters |= {"code": _code, "yaml": lambda value: yaml.safe_dump(value, sort_keys=False, width=100)}
     return made
 
 
 def _code(text: str) -> Markup:
-    """Lines to be copied, whole however long they are."""
+    """Return lines to copy, which are never cut."""
     return Markup("\n").join(escape(one_line(line, LONGEST_CODE)) for line in text.rstrip("\n").split("\n"))
 
 
-def _hash(inside: str) -> str:
-    """What a content security policy calls an element by."""
+def _policy_hash(inside: str) -> str:
+    """Return an element's hash for the content security policy."""
     return base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
 
 
-def _packed(content: str) -> Markup:
-    """A link's target that holds `content`, gzip."""
+def _data_url(content: str) -> Markup:
+    """Return a data URL of `content`, gzipped."""
     packed = gzip.compress(content.encode("utf-8", "backslashreplace"), mtime=0)
     return Markup(f"data:application/gzip;base64,{base64.b64encode(packed).decode()}")
 
 
 def _without_sums(table: Table) -> Table:
-    """The reports without the windows' sums; the fingerprint is of a report with them and goes, too."""
+    """Return the reports without the windows' sums, and without fingerprints, which cover the sums."""
     reports = []
     for report in table.reports:
         bare = tuple(m.model_copy(update={"sums": ()}) for m in report.measurements)
@@ -142,8 +142,8 @@ def _without_sums(table: Table) -> Table:
     return Table(tuple(reports), table.machines)
 
 
-def short(m: Measurement) -> str:
-    """A figure as sentences have it."""
+def in_words(m: Measurement) -> str:
+    """Return a figure for a sentence."""
     if m.name == "weight_bytes":
         return megabytes(m.value)
     return f"{NAMES.get(m.name, m.name.replace('_', ' '))} {m.text(4 if m.name == 'kld' else 2)}"
@@ -155,8 +155,8 @@ def _value(report: Report, name: str) -> float:
 
 
 def answer(table: Table, model: str, max_kld: float, max_bytes: float | None) -> dict[str, Any]:
-    """What the answer says of a model: the smallest copy within the limit of KLD, else the nearest; the best of at most
-    so many bytes, whether that is sure, and what is to be said against it; the fastest on each machine.
+    """Return what the answer says of a model: the smallest copy within the KLD limit, or the nearest; the best copy
+    within `max_bytes`, whether that is certain, and arguments against it; the fastest copy on each machine.
     """
     variants = table.variants(model)
     copies = [report for report in variants if report.model.method is not None]
@@ -179,7 +179,7 @@ def answer(table: Table, model: str, max_kld: float, max_bytes: float | None) ->
     name = next((name for name in ("kld", *QUALITY) if any(report.find(name) for report in copies)), None)
     if name is None or not limit:
         return found
-    best_copy, sure = _first([r for r in copies if 0 < _value(r, "weight_bytes") <= limit], name)
+    best_copy, sure = _best_report([r for r in copies if 0 < _value(r, "weight_bytes") <= limit], name)
     against = []
     if best_copy is not None:
         if _value(best_copy, "kld") > max_kld:
@@ -192,7 +192,7 @@ def answer(table: Table, model: str, max_kld: float, max_bytes: float | None) ->
 
 
 def _fastest(table: Table, model: str) -> Iterator[tuple[str, Report, str, bool]]:
-    """(machine, its fastest copy, the speed, whether it is sure), by the figure that most copies have."""
+    """Yield (machine, its fastest copy, the speed, whether it is certain), by the figure that most copies have."""
     for part in table.parts:
         copies = [report for report in part.reports if report.model.method is not None and part.model == model]
         names = [m.name for report in copies for m in report.measurements if m.name.startswith(tuple(SPEEDS))]
@@ -200,15 +200,15 @@ def _fastest(table: Table, model: str) -> Iterator[tuple[str, Report, str, bool]
             timed = [name for name in names if name.startswith(prefix) and "@" in name]
             if timed:
                 name = max(timed, key=lambda name: (timed.count(name), int(name.rpartition("@")[2])))
-                report, sure = _first(copies, name)
+                report, sure = _best_report(copies, name)
                 if report is not None:
                     speed = f"{_value(report, name):.3g} {unit} @ {threads(int(name.rpartition('@')[2]))}"
                     yield part.machine, report, speed, sure
                 break
 
 
-def _first(reports: Sequence[Report], name: str) -> tuple[Report | None, bool]:
-    """The report with the best figure, and whether it is the best beyond the error; it is where it is alone."""
+def _best_report(reports: Sequence[Report], name: str) -> tuple[Report | None, bool]:
+    """Return the report with the best figure, and whether it is alone or the best beyond the error."""
     having = [(report, figure) for report in reports if (figure := report.find(name)) is not None]
     if not having:
         return None, False
@@ -218,7 +218,7 @@ def _first(reports: Sequence[Report], name: str) -> tuple[Report | None, bool]:
 
 
 def divergence(report: Report) -> dict[str, Any] | None:
-    """How far a variant is from the source: all figures, and the windows where they were kept."""
+    """Return a variant's divergence from the source: all figures, and the windows if recorded."""
     kld, w = report.find("kld"), report.windows
     if kld is None:
         return None
@@ -239,7 +239,7 @@ def divergence(report: Report) -> dict[str, Any] | None:
 
 
 def histogram(values: Sequence[float]) -> dict[str, Any]:
-    """(W,) values as bars of equal width from 0 or the least to the most: the path of an SVG, and its words."""
+    """Return a histogram of (W,) values from 0, or the least, to the most: the path of an SVG, and its labels."""
     low, high = min(0.0, *values), max(values)
     width, counts = high - low, [0] * BINS
     for value in values:
@@ -254,8 +254,8 @@ def histogram(values: Sequence[float]) -> dict[str, Any]:
     return {"bars": bars, "low": f"{low:.3g}", "high": f"{high:.3g}", "label": label, "wide": WIDTH, "tall": HEIGHT}
 
 
-def plotted(table: Table, places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """The picture's points: what can be drawn across and upwards, with standard errors, and the noise floors."""
+def plot_data(table: Table, places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    """Return the picture's data: the axes, the points with standard errors, and the noise floors."""
 
     def line(name: str) -> str:
         return one_line(name, LONGEST_LABEL)

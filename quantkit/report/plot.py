@@ -1,7 +1,7 @@
 """The picture: perplexity against size relative to float16, one mark a variant, the sources' levels dashed.
 
-One model has a colour for each method; of several models each has one, and many have small panels of their own.
-Labels stand next to their marks and hide nothing; those further away have a line to their mark.
+For one model, each method has a colour; for several, each model has one; many models get a small panel each.
+Labels are next to their marks and hide nothing; a label further away has a line to its mark.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.textpath import TextPath
 from numpy.typing import NDArray
 
 from quantkit.report.table import COLOURS
@@ -46,9 +45,9 @@ Boxes = NDArray[np.float64]  # (..., 4): left, low, right, high in pixels
 
 @dataclass(frozen=True)
 class Point:
-    """A variant as it is drawn: its size relative to float16, its perplexity with the error, and the words next to it.
+    """A variant's mark: its size relative to float16, its perplexity with the error, and its label.
 
-    One whose perplexity is too far is drawn at the upper edge, with the perplexity in its words and no error.
+    A perplexity that is too high is drawn at the upper edge, with the number in the label and no error.
     """
 
     words: str
@@ -61,7 +60,7 @@ class Point:
 
 
 def draw(table: Table, folder: Path) -> list[Path]:
-    """Write perplexity-size.svg and .png of a table; nothing where no perplexity was measured."""
+    """Write perplexity-size.svg and .png of a table; return no path if no perplexity was measured."""
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.hashsalt": "quantkit", "font.size": 9}):
@@ -75,7 +74,7 @@ def draw(table: Table, folder: Path) -> list[Path]:
 
 
 def picture(table: Table) -> Figure | None:
-    """The drawing of the models that have perplexities, with its labels in their places; None where there is none."""
+    """Draw the models that have perplexities, with labels; None if there are none."""
     from matplotlib.figure import Figure
 
     models = {model: points for model in table.models if (points := points_of(table, model))}
@@ -89,7 +88,7 @@ def picture(table: Table) -> Figure | None:
     for spare in grid[len(panels) :]:
         spare.remove()
     for axes, panel in zip(grid, panels, strict=False):
-        _panel(axes, panel, None if len(panels) == 1 else next(iter(panel)))
+        _draw_panel(axes, panel, None if len(panels) == 1 else next(iter(panel)))
     one = table.reports[0]
     of, level = (f"{next(iter(models))}: ", "the source model") if len(models) == 1 else ("", "the source models")
     figure.suptitle(f"{of}perplexity against size; dashed: {level}\n{one.text.name}", fontsize="large")
@@ -104,7 +103,7 @@ def picture(table: Table) -> Figure | None:
 
 
 def points_of(table: Table, model: str) -> list[Point]:
-    """A model's variants that have a perplexity and a size; the colours are the methods' where there is one model."""
+    """Return the marks of a model's variants that have a perplexity and a size."""
     measured = [
         (report.model, perplexity, bits)
         for report in table.variants(model)
@@ -125,8 +124,8 @@ def points_of(table: Table, model: str) -> list[Point]:
     return points
 
 
-def _panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None:
-    """Draw all but the labels."""
+def _draw_panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None:
+    """Draw everything but the labels."""
     named: set[str] = set()
     for points in models.values():
         for method in dict.fromkeys(point.method for point in points):
@@ -151,7 +150,7 @@ def _panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None
 
 
 def obstacles(axes: Any, points: Sequence[Point]) -> Boxes:
-    """(N, 4) boxes that no label may lie on: marks, error bars, lines between marks, dashed levels, the legend."""
+    """Return (N, 4) boxes that labels must avoid: marks, error bars, lines, dashed levels, the legend."""
     at = axes.transData.transform
     left, _, right, _ = axes.get_window_extent().extents
     boxes = [axes.get_legend().get_window_extent().extents]
@@ -170,11 +169,13 @@ def obstacles(axes: Any, points: Sequence[Point]) -> Boxes:
 
 def _write_labels(axes: Any, points: Sequence[Point]) -> None:
     """Write each label where it costs least."""
+    from matplotlib.textpath import TextPath
+
     pixels = axes.figure.dpi / 72
     wide = [TextPath((0, 0), point.words, LETTERS).get_extents().width for point in points]
     sizes = [(1.08 * width * pixels, 1.2 * LETTERS * pixels) for width in wide]  # with some room: pixels round up
     middles = axes.transData.transform([(point.size, point.height) for point in points])
-    found = places(middles, sizes, obstacles(axes, points), axes.get_window_extent().extents, pixels)
+    found = place_labels(middles, sizes, obstacles(axes, points), axes.get_window_extent().extents, pixels)
     for point, spot in zip(points, found, strict=True):
         across, up = _alignment(*spot)
         line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
@@ -192,17 +193,17 @@ def _write_labels(axes: Any, points: Sequence[Point]) -> None:
 
 
 def _alignment(dx: int, dy: int) -> tuple[str, str]:
-    """Which side of the label is so many points from its mark, across and upwards."""
+    """Return matplotlib's horizontal and vertical alignment of a label at this offset from its mark."""
     return "left" if dx > 0 else "right", "center" if abs(dy) < abs(dx) else "bottom" if dy > 0 else "top"
 
 
-def places(
+def place_labels(
     middles: Boxes, sizes: Sequence[tuple[float, float]], taken: Boxes, frame: Boxes, pixels: float
 ) -> list[tuple[int, int]]:
-    """Return for each label its place in points from its mark.
+    """Return for each label its offset from its mark, in points.
 
-    `middles` (L, 2) of the marks, `sizes` of the L labels' words, `taken` (N, 4) that no label may lie on, `frame` (4,)
-    that all labels stay in: all in pixels, of which a point has so many.
+    In pixels: `middles` (L, 2) of the marks, `sizes` of the L labels, `taken` (N, 4) boxes to avoid, `frame` (4,) that
+    contains all labels. `pixels` is the size of a point.
     """
     shapes, costs = [], []
     for mark, (wide, tall) in zip(middles, sizes, strict=True):
@@ -227,14 +228,14 @@ def places(
             OUTSIDE * (out | (nearer & ~IS_LED)) + HIDDEN * hidden + CROSSED * (crossed + nearer) + FURTHER * RANK
         )
     orders = [np.argsort(sign * middles[:, way], kind="stable") for way in (1, 0) for sign in (-1, 1)]
-    tried = [_chosen(order.tolist(), shapes, costs) for order in orders]
+    tried = [_place_in_order(order.tolist(), shapes, costs) for order in orders]
     return [SPOTS[place] for _, place in sorted(min(tried, key=lambda found: found[0])[1].items())]
 
 
-def _chosen(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -> tuple[float, dict[int, int]]:
-    """What all labels cost, and the spot of each: in turn where it costs least next to those that are placed.
+def _place_in_order(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -> tuple[float, dict[int, int]]:
+    """Place the labels in this order, each where it costs least next to the placed ones; return total cost and spots.
 
-    `shapes` (S, 1 + K, 4) have at each spot the box of the words, and points of the line to the mark.
+    `shapes` (S, 1 + K, 4) have for each spot the box of the words, and points of the line to the mark.
     """
     chosen: dict[int, int] = {}
     for _ in range(ROUNDS):
@@ -254,7 +255,7 @@ def _chosen(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -
 
 
 def _overlap(boxes: Boxes, others: Boxes) -> NDArray[np.bool_]:
-    """Which boxes overlap which others, (..., 4) each."""
+    """Return which boxes overlap which others, (..., 4) each."""
     overlap: NDArray[np.bool_] = np.all(
         (boxes[..., :2] <= others[..., 2:]) & (others[..., :2] <= boxes[..., 2:]), axis=-1
     )
@@ -262,7 +263,7 @@ def _overlap(boxes: Boxes, others: Boxes) -> NDArray[np.bool_]:
 
 
 def _distances(boxes: Boxes, points: Boxes) -> Boxes:
-    """(B, P): pixels from boxes to points; 0 inside."""
+    """Return the (B, P) distances in pixels from boxes to points; 0 inside."""
     low, high = boxes[:, None, :2] - points, points - boxes[:, None, 2:]
     distances: Boxes = np.linalg.norm(np.maximum(np.maximum(low, high), 0), axis=-1)
     return distances

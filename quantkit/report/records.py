@@ -16,7 +16,7 @@ from quantkit.system.processor import processor_name, usable_cores
 from quantkit.untrusted import read_object
 
 AGAIN = "Evaluate again."
-# Details that are shown of a figure.
+# Details that a table shows of a figure.
 SPREAD = ("p50", "p90", "p99")
 DETAILS = {"kld": ("p99",), "answers_ttft_ms": SPREAD, "answers_ms_per_token": SPREAD, "answers_itl_ms": SPREAD}
 MOST_REPORT = 1 << 24  # bytes
@@ -34,10 +34,28 @@ NAMES = {
 }
 
 
-class Measurement(Strict):
-    """One figure: its unit, the number of observations `n`, and its standard error where it has one.
+class Windows(Strict):
+    """How the text was cut: windows of at most `n_ctx` tokens, each evaluated from the logit `first` on.
 
-    A figure that is a mean over judged positions has the `sums` of the windows, in order.
+    `scored` counts targets over all windows. Protocols that evaluate documents one by one count `documents`, `words`
+    and `bytes`.
+    """
+
+    protocol: str
+    n_ctx: Count
+    windows: Count
+    first: Count
+    scored: Count
+    tokens_sha256: str
+    documents: Count | None = None
+    words: Count | None = None
+    bytes: Count | None = None
+
+
+class Measurement(Strict):
+    """One figure: its unit, the number of observations `n`, and its standard error if it has one.
+
+    A mean over evaluated positions has the `sums` of the windows, in order.
     """
 
     name: str
@@ -49,13 +67,13 @@ class Measurement(Strict):
     sums: tuple[Finite, ...] = ()
 
     def text(self, digits: int) -> str:
-        """The value with so many digits behind the point, and its standard error; a zero has no sign."""
+        """Return the value rounded to `digits`, and its standard error; a zero has no sign."""
         error = "" if self.stderr is None else f" ± {self.stderr:.{digits}f}"
         return f"{self.value:z.{digits}f}{error}"
 
 
 class ModelEntry(Strict):
-    """What was judged. `digest` identifies its bytes; `name` is the source model's."""
+    """The evaluated model. `digest` identifies its bytes; `name` is the source model's."""
 
     label: str
     name: str
@@ -65,7 +83,7 @@ class ModelEntry(Strict):
 
 
 class TextEntry(Strict):
-    """The text that was used."""
+    """The evaluation text."""
 
     name: str
     sha256: str
@@ -73,7 +91,7 @@ class TextEntry(Strict):
 
 
 class EngineEntry(Strict):
-    """The engine that computed, the type it computed in, on which device, and its remarks."""
+    """The engine, the type and device it computed with, and its remarks."""
 
     name: str
     version: str
@@ -83,14 +101,14 @@ class EngineEntry(Strict):
 
     @property
     def where(self) -> str:
-        """The engine's name, and what it computed on where that was not the CPU."""
+        """The engine's name, and its device if that is not the CPU."""
         return self.name if self.device == "cpu" else f"{self.name}, {self.device.split()[0]}"
 
 
 class BaselineEntry(Strict):
-    """The source as it was computed for divergences, and two floors under each of them.
+    """The baseline for divergences: how the source was computed, and two floors under every divergence.
 
-    `rounding` is the mean divergence in nats that the states' float16 costs; `noise` that of the source computed in
+    `rounding` is the mean divergence in nats from storing states in float16; `noise` is that of the source computed in
     bfloat16, with its standard error.
     """
 
@@ -119,7 +137,7 @@ class Hardware(Strict):
 class Report(Strict):
     """All measurements of one model.
 
-    `fingerprint` is a hash of all that decides them: only where a fresh judgement has the same is a report used again.
+    `fingerprint` is a hash of all that decides them: a report is reused only if a new evaluation would have the same.
     """
 
     model: ModelEntry
@@ -134,11 +152,11 @@ class Report(Strict):
     fingerprint: str | None = None
 
     def find(self, name: str) -> Measurement | None:
-        """The first measurement of that name."""
+        """Return the first measurement of that name."""
         return next((m for m in self.measurements if m.name == name), None)
 
     def quality(self) -> list[str]:
-        """The figures of quality as lines of text: perplexity, what the protocol adds, divergence, remarks."""
+        """Return lines of text: perplexity, what the protocol adds, divergence, remarks."""
         w = self.windows
         cut = f"{w.windows} windows of {w.n_ctx}" if w.documents is None else f"{w.documents} pages"
         named = (self.find(name) for name in (TEXT_RATES if w.documents else ("perplexity",)))
@@ -163,10 +181,10 @@ def _named(m: Measurement, digits: int) -> str:
 
 
 def noise_of(reports: Iterable[Report]) -> tuple[float, str]:
-    """Return the noise floor of a model's divergences in nats, and the words for it; 0 where none was measured.
+    """Return the noise floor of a model's divergences in nats, and its description; 0 if none was measured.
 
-    Where the source itself was evaluated in bfloat16, its divergence is the floor. The baseline's own figure is of the
-    text's first windows, so the two would differ.
+    If the source itself was evaluated in bfloat16, its divergence is the floor. Otherwise it is the baseline's figure,
+    which covers only the first windows of the text.
     """
     reports = list(reports)
     for report in reports:
@@ -182,11 +200,11 @@ def noise_of(reports: Iterable[Report]) -> tuple[float, str]:
 
 def read_report(path: Path) -> Report:
     """Read a report's JSON; raises ReportError."""
-    return report_of(read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
+    return parse_report(read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
 
 
-def report_of(values: object, where: str) -> Report:
-    """The report in JSON values; raises ReportError for one that is damaged, or holds no finite figures."""
+def parse_report(values: object, where: str) -> Report:
+    """Parse a report's JSON values; raises ReportError for damaged values or figures that are not finite."""
     if not isinstance(values, dict):
         raise ReportError(f"{where} holds no report. {AGAIN}")
     try:
@@ -204,23 +222,5 @@ def report_of(values: object, where: str) -> Report:
 
 
 def this_machine() -> Hardware:
-    """Name of the processor, number of usable cores, memory in bytes."""
+    """Describe this machine."""
     return Hardware(cpu=processor_name(), cores=usable_cores(), memory_bytes=psutil.virtual_memory().total)
-
-
-class Windows(Strict):
-    """How the windows were cut: the longest has `n_ctx` tokens; in each the logits from `first` on are judged.
-
-    `scored` targets count over all windows. `documents`, `words` and `bytes` are counted by protocols that judge
-    documents one by one.
-    """
-
-    protocol: str
-    n_ctx: Count
-    windows: Count
-    first: Count
-    scored: Count
-    tokens_sha256: str
-    documents: Count | None = None
-    words: Count | None = None
-    bytes: Count | None = None

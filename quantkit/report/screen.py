@@ -1,4 +1,4 @@
-"""A grid of figures on a terminal: turned round where its columns do not fit; the best figures are marked."""
+"""A grid of figures on a terminal: transposed if its columns do not fit; the best figures are marked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAP = 3  # columns of the screen between two of the table
 
 
 @dataclass(frozen=True)
-class Grid:
+class FigureGrid:
     """Cells by row; the first column names the rows. `marked` are (row, column) of best figures."""
 
     names: list[str]
@@ -25,48 +25,46 @@ class Grid:
     cells: list[list[str]]
     marked: frozenset[tuple[int, int]]
 
-    def turned(self) -> Grid:
-        """Rows as columns."""
+    def transposed(self) -> FigureGrid:
         cells = [[row[i] for row in self.cells] for i in range(len(self.headers))]
-        return Grid(self.headers, self.names, cells, frozenset((j, i) for i, j in self.marked))
+        return FigureGrid(self.headers, self.names, cells, frozenset((j, i) for i, j in self.marked))
 
     def cell(self, row: int, column: int) -> Text:
-        """What is shown."""
-        text = plain(self.cells[row][column])
+        text = plain_text(self.cells[row][column])
         if (row, column) in self.marked:
             return Text(f"{text}{MARK}", style="bold")
         return text + "  " if any(column == other for _, other in self.marked) else text
 
     def width(self, column: int) -> int:
-        """Of the cells, in characters."""
+        """Return the width of a column's cells, in characters."""
         return max(self.cell(row, column).cell_len for row in range(len(self.names)))
 
 
-def plain(text: str) -> Text:
-    """A line without what would steer the terminal."""
+def plain_text(text: str) -> Text:
+    """Return a line without characters that steer the terminal."""
     return Text(one_line(text, LONGEST))
 
 
-def drawn(grid: Grid, title: str, width: int, transpose: bool | None = None) -> Group:
-    """The grid for a screen of `width` columns; `transpose` None turns it where columns do not fit.
+def draw_grid(grid: FigureGrid, title: str, width: int, transpose: bool | None = None) -> Group:
+    """Draw the grid for a screen of `width` columns; with `transpose` None, transpose it if columns do not fit.
 
-    What does not fit either way goes on in further tables.
+    Columns that do not fit either way go into further tables.
     """
-    headers = [str(plain(header)) for header in grid.headers]
+    headers = [str(plain_text(header)) for header in grid.headers]
     if transpose or (transpose is None and len(list(_parts(grid, headers, width))) > 1):
-        grid = grid.turned()
-        headers = [_folded(str(plain(header)), grid.width(i)) for i, header in enumerate(grid.headers)]
+        grid = grid.transposed()
+        headers = [_folded(str(plain_text(header)), grid.width(i)) for i, header in enumerate(grid.headers)]
     return Group(*_tables(grid, headers, width, title))
 
 
 def _folded(title: str, width: int) -> str:
-    """A header in lines that are no wider than the cells below, but for long words."""
+    """Wrap a header to the width of the cells below it; long words stay whole."""
     longest = max((len(word) for word in title.split()), default=0)
     return "\n".join(textwrap.wrap(title, max(width, longest), break_long_words=False))
 
 
-def _parts(grid: Grid, headers: Sequence[str], width: int) -> Iterator[range]:
-    """Columns that fit side by side, behind the names."""
+def _parts(grid: FigureGrid, headers: Sequence[str], width: int) -> Iterator[range]:
+    """Yield the ranges of columns that fit side by side, next to the names."""
     first = max(len(name) for name in grid.names) + GAP + 1
     widths = [max(grid.width(i), *map(len, header.split("\n"))) + GAP for i, header in enumerate(headers)]
     start = 0
@@ -79,12 +77,12 @@ def _parts(grid: Grid, headers: Sequence[str], width: int) -> Iterator[range]:
         start = stop
 
 
-def _tables(grid: Grid, headers: Sequence[str], width: int, title: str) -> Iterator[rich.table.Table]:
+def _tables(grid: FigureGrid, headers: Sequence[str], width: int, title: str) -> Iterator[rich.table.Table]:
     for part in _parts(grid, headers, width):
-        made = rich.table.Table(title=plain(title) if part.start == 0 else None, title_justify="left")
+        made = rich.table.Table(title=plain_text(title) if part.start == 0 else None, title_justify="left")
         made.add_column("", no_wrap=True)
         for column in part:
             made.add_column(Text(headers[column]), justify="right", no_wrap=True, vertical="bottom")
         for row, name in enumerate(grid.names):
-            made.add_row(plain(name), *(grid.cell(row, column) for column in part))
+            made.add_row(plain_text(name), *(grid.cell(row, column) for column in part))
         yield made

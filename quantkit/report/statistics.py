@@ -1,7 +1,7 @@
-"""Means with standard errors, percentiles, and which of several copies is the best in a measure.
+"""Means with standard errors, percentiles, and the best of several copies.
 
-Quality is compared window by window, on the same tokens: what all copies find hard falls out of the differences.
-Formulas: docs/measuring.md.
+Quality is compared window by window, on the same tokens, so the difficulty of a window cancels out. Formulas:
+docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from quantkit.report.records import Measurement
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
-HIGHER = ("same_top_p", "pp", "tg", "answers_tokens_per_second")  # is better; of all other figures the lower
+HIGHER = ("same_top_p", "pp", "tg", "answers_tokens_per_second")  # is better; of all other figures lower is
 EXACT = ("weight_bytes", "bits_per_weight")
 CONFIDENCE = 0.95
-LEAST = 4  # windows or repeats for an error that can be relied on
+LEAST = 4  # windows or repeats for a reliable error
 
 
 def percentiles(values: list[float]) -> dict[str, float | str]:
-    """Median, 90th and 99th percentile of one or more values, by name, as a measurement's details."""
+    """Return median, 90th and 99th percentile by name, as a measurement's details."""
     return {name: float(np.percentile(values, at)) for name, at in PERCENTILES.items()}
 
 
 def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean of (N,) values and its standard error, positions taken as independent; NaN for fewer than two."""
+    """Return the mean of (N,) values and its standard error, for independent positions; NaN for fewer than two."""
     error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return float(values.mean()), error
 
 
 def best(figures: Sequence[Measurement | None]) -> int | None:
-    """Return the position of the figure that is better than every other beyond the error of their difference.
+    """Return the position of the figure that is better than all others, beyond the error of the differences, or None.
 
-    All figures have one name. None where no figure is, or fewer than two are there.
+    All figures have one name.
     """
-    there = [(i, figure) for i, figure in enumerate(figures) if figure is not None]
-    if len(there) < 2:
+    present = [(i, figure) for i, figure in enumerate(figures) if figure is not None]
+    if len(present) < 2:
         return None
-    winners = (i for i, one in there if all(_better(one, other) for j, other in there if j != i))
+    winners = (i for i, one in present if all(_better(one, other) for j, other in present if j != i))
     return next(winners, None)
 
 
@@ -55,15 +55,15 @@ def _better(one: Measurement, other: Measurement) -> bool:
     if one.sums and len(one.sums) == len(other.sums) and one.n == other.n:
         count = len(one.sums)
         mean, error = mean_and_error(np.array(one.sums) - np.array(other.sums))
-        return gain > 0 and count >= LEAST and abs(mean) > quantile(count - 1) * error
+        return gain > 0 and count >= LEAST and abs(mean) > student_t(count - 1) * error
     if one.stderr is None or other.stderr is None:
         return False
     repeats = min(one.n or 0, other.n or 0)
-    return repeats >= LEAST and gain > quantile(repeats - 1) * math.hypot(one.stderr, other.stderr)
+    return repeats >= LEAST and gain > student_t(repeats - 1) * math.hypot(one.stderr, other.stderr)
 
 
-def quantile(freedom: int) -> float:
-    """Student's t for `freedom` degrees of freedom, two-sided."""
+def student_t(freedom: int) -> float:
+    """Return the two-sided quantile of Student's t for `freedom` degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

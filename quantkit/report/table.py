@@ -1,8 +1,8 @@
 """The table: reports side by side, of one model's variants or of several models and machines.
 
-Every figure comes from a Report. Columns are variants, rows are measures, model by model. Figures of quality have one
-row, since they do not depend on the machine; figures of speed and memory have a row for each machine. Reports that were
-measured differently are refused, with the field that differs.
+Columns are variants, rows are measures, model by model. Figures of quality do not depend on the machine and have one
+row; figures of speed and memory have a row for each machine. Reports that were measured differently are refused, with
+the field that differs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Group
 
 from quantkit.errors import ReportError, one_line
-from quantkit.report.records import Measurement, Report, noise_of, report_of
-from quantkit.report.screen import Grid, drawn, plain
+from quantkit.report.records import SPREAD, Measurement, Report, noise_of, parse_report
+from quantkit.report.screen import FigureGrid, draw_grid, plain_text
 from quantkit.report.statistics import best
+from quantkit.system.files import replace_text
 from quantkit.system.processor import threads
+from quantkit.system.sizes import megabytes
 from quantkit.untrusted import LARGEST_NAME, path_of, read_object, shown
 
 if TYPE_CHECKING:
@@ -35,17 +37,17 @@ LEGEND = "better than every other quantized copy beyond the error of the differe
 MORE = "Notes in full: --notes, or table.md where there is one."
 KLD, PERCENTILE = "KLD from source", "KLD, 99th percentile"
 MAIN = ("perplexity", "word perplexity", KLD, "file size")  # of a line
-ROUNDING = 1e-4  # of a figure, which other processors' products may change it by
+ROUNDING = 1e-4  # relative change of a figure that another processor's products may cause
 TABLE = "table.json"
 LONGEST = 2000  # characters of one text in Markdown or HTML
-# What would begin HTML, an entity, a link, code, emphasis or a cell.
+# What begins HTML, an entity, a link, code, emphasis or a cell.
 ENTITIES = {"<": "&lt;", "&": "&amp;"}
 SPECIAL = re.compile(r"[\\`*\[\]<|]|&(?=[#\w])")
-# Of the methods or models in the picture and on the page; the last is the source's.
+# Colours of methods or models in the picture and on the page; the last is the source's.
 COLOURS = ("#0072b2", "#c44e00", "#008a64", "#b0508a", "#a36a00", "#2a86bd", "#1b1f24")
 
 Show = Callable[[Measurement], str]
-# Settings that those reports of a table share which have figures of such names.
+# Settings that reports must share if they have figures of these names.
 SETTINGS_OF = {
     "new_tokens": ("ms_per_token@",),
     "max_tokens": ("answers_",),
@@ -54,7 +56,7 @@ SETTINGS_OF = {
 QUALITY = ("perplexity", "word_perplexity", "kld")
 OF_A_MACHINE = ("peak_rss_bytes", "device_peak_bytes")  # and all figures at a number of threads
 
-# What is written below a table that has figures of a name.
+# Notes below a table that has figures of a name.
 NOTES = {
     "ms_per_token": "ms/token: batch 1, greedy, median of the repeats after a warm-up.",
     "ttft_ms": "ms to first token: from a prompt of at most 32 tokens to the first new one, median.",
@@ -65,13 +67,8 @@ NOTES = {
 }
 
 
-def megabytes(value: float) -> str:
-    """Bytes as MB or GB (powers of ten)."""
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
-
-
-def escaped(text: str) -> str:
-    """`text` on one line of Markdown, also in a cell of a table: every reader shows it as it is, whoever wrote it."""
+def escape_markdown(text: str) -> str:
+    """Return `text` on one line of Markdown, also for a table's cell: every reader shows it as it is."""
     return SPECIAL.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text, LONGEST))
 
 
@@ -84,7 +81,7 @@ def _with_deviation(m: Measurement) -> str:
 
 
 def _percentiles(m: Measurement) -> str:
-    return " / ".join(f"{float(m.details[at]):.1f}" for at in ("p50", "p90", "p99"))
+    return " / ".join(f"{float(m.details[at]):.1f}" for at in SPREAD)
 
 
 def _bytes(m: Measurement) -> str:
@@ -95,7 +92,7 @@ def _tenths(m: Measurement) -> str:
     return f"{m.value:.1f}"
 
 
-# (title, name of the figure, how it is shown) of each row. NAME stands for NAME@THREADS, pp for pp512, too.
+# (title, name of the figure, its formatter) of each row. NAME also stands for NAME@THREADS, and pp for pp512.
 MEASURES: tuple[tuple[str, str, Show], ...] = (
     ("perplexity", "perplexity", _perplexity),
     ("word perplexity", "word_perplexity", _perplexity),
@@ -122,7 +119,7 @@ MEASURES: tuple[tuple[str, str, Show], ...] = (
 
 
 def _measures(reports: Iterable[Report]) -> Iterator[tuple[str, str, Show]]:
-    """(title, name of the figure, how it is shown) of what one of the reports has, in order, by threads."""
+    """Yield (title, name of the figure, its formatter) for all figures of the reports, in order, by threads."""
     names = {m.name for report in reports for m in report.measurements}
     for title, prefix, show in MEASURES:
         found = [match for name in names if (match := re.fullmatch(rf"({prefix}\d*)(?:@(\d+))?", name))]
@@ -134,7 +131,7 @@ def _measures(reports: Iterable[Report]) -> Iterator[tuple[str, str, Show]]:
 
 @dataclass(frozen=True)
 class Row:
-    """A measure of one model: for each column its figure and how it is shown, and the column of the best copy."""
+    """A measure of one model: for each column its figure and cell, and the column of the best copy."""
 
     title: str
     figures: tuple[Measurement | None, ...]
@@ -155,8 +152,8 @@ def _is_quantized(report: Report) -> bool:
     return report.model.method is not None and (bits is None or bits.value < UNCOMPRESSED)
 
 
-def shared(report: Report, machine: str) -> Iterator[tuple[str, object, object]]:
-    """(field, among which reports of a table it agrees, its value) of all that decides whether figures compare."""
+def shared_fields(report: Report, machine: str) -> Iterator[tuple[str, object, object]]:
+    """Yield (field, the group of reports that must agree on it, its value) for all fields that figures depend on."""
     model, w, base = report.model.name, report.windows, report.baseline
     everywhere, part = "", (model, machine)
     if machine:
@@ -183,7 +180,7 @@ class Table:
     """Reports of variants, the sources first.
 
     `machines` names the machine of each report; without it, all are of one model on one machine.
-    `missing`: what was not measured, and why. Raises ReportError for reports that must not stand side by side.
+    `missing`: what was not measured, and why. Raises ReportError for reports that cannot be compared.
     """
 
     reports: tuple[Report, ...]
@@ -196,11 +193,11 @@ class Table:
         first: dict[tuple[str, object], tuple[object, str]] = {}
         for report, machine in self._placed:
             place = f"{report.model.label} of {report.model.name} on {machine}" if machine else report.model.label
-            for field, among, value in shared(report, machine):
+            for field, among, value in shared_fields(report, machine):
                 one, there = first.setdefault((field, among), (value, place))
                 if one != value:
                     raise ReportError(
-                        f"{there} and {place} cannot stand in one table: their {field} differs ({one} and {value}). "
+                        f"{there} and {place} cannot be in one table: their {field} differs ({one} and {value}). "
                         "Evaluate both in the same way."
                     )
 
@@ -228,7 +225,7 @@ class Table:
 
     @cached_property
     def _columns(self) -> list[tuple[str, list[tuple[Report, str]]]]:
-        """The label of each column, and its reports with their machines."""
+        """(label, reports with their machines) of each column."""
         if not self.machines:
             return [(report.model.label, [(report, "")]) for report in self.reports]
         found: dict[str, list[tuple[Report, str]]] = {}
@@ -242,12 +239,12 @@ class Table:
         return [label for label, _ in self._columns]
 
     def variants(self, model: str) -> list[Report]:
-        """One report for each variant of a model, from the first machine that has it."""
+        """Return one report for each variant of a model, from the first machine that has it."""
         found = ([report for report, _ in pairs if report.model.name == model] for _, pairs in self._columns)
         return [reports[0] for reports in found if reports]
 
     def rows(self, model: str | None = None) -> list[Row]:
-        """All measures of a model (default: the first). Speed and memory name their machine where there are several."""
+        """Return all measures of a model (default: the first), by machine if there are several."""
         model = self.models[0] if model is None else model
         columns = [[pair for pair in pairs if pair[0].model.name == model] for _, pairs in self._columns]
         copies = [any(_is_quantized(report) for report, _ in pairs) for pairs in columns]
@@ -268,15 +265,15 @@ class Table:
         return rows
 
     def notes(self, full: bool = False) -> list[str]:
-        """What is written below the table, each note once; one that is not of all models or machines names its own.
+        """Return the notes below the table, each once; a note on some models or machines names them.
 
-        Short notes are what changes how a figure is read; of how copies were made they have the first words.
+        Without `full`: only what changes how figures are read, and the first words of how copies were made.
         """
         about: dict[tuple[str, str], dict[str, None]] = {}
         engines: list[tuple[Report, str]] = []
         remarks: list[tuple[Report, str]] = []
         for part in self.parts:
-            for kind, line in _about(part.reports, full):
+            for kind, line in _how_measured(part.reports, full):
                 about.setdefault((kind, line), {})[part.model if kind == "model" else part.machine] = None
             for report in part.reports:
                 e, made = report.engine, report.model.notes
@@ -294,7 +291,7 @@ class Table:
         return [*self.missing, *lines, *self._disagreements()]
 
     def _grouped(self, said: list[tuple[Report, str]]) -> Iterator[tuple[str, str]]:
-        """(text, the variants that it is said of), each text once."""
+        """Yield each text once, with the variants that it is about."""
         found: dict[str, dict[str, dict[str, None]]] = {}
         for report, text in said:
             found.setdefault(text, {}).setdefault(report.model.name, {})[report.model.label] = None
@@ -303,7 +300,7 @@ class Table:
             yield text, ", ".join(f"{m} ({', '.join(v)})" if several else ", ".join(v) for m, v in models.items())
 
     def _disagreements(self) -> Iterator[str]:
-        """Where machines have other files, or other figures of quality than rounding explains."""
+        """Yield where machines have different files, or figures of quality that differ by more than rounding."""
         pairs: dict[tuple[str, str], list[tuple[Report, str]]] = {}
         for report, machine in self._placed if self.machines else []:
             pairs.setdefault((report.model.name, report.model.label), []).append((report, machine))
@@ -319,51 +316,57 @@ class Table:
                         yield f"{model}, {label}: {title} is {show(a)} on {here} and {show(b)} on {there}."
 
     def line(self) -> str:
-        """The last variant's main figures in one line."""
+        """Return the last variant's main figures in one line."""
         named = {row.title: row.cells[-1] for row in self.rows() if row.cells[-1] != EMPTY}
         shown = [f"{title} {named[title]}" for title in MAIN if title in named]
         shown += [f"{value} {title}" for title, value in named.items() if title.startswith("ms/token")]
         return f"{self.columns[-1]}: {', '.join(shown)}"
 
     def drawn(self, width: int, transpose: bool | None = None) -> Group:
-        """For a screen of `width` columns; `transpose`: a row for each variant, by default where columns do not fit."""
+        """Draw it for a screen of `width` columns; `transpose`: one row a variant, by default if columns do not fit."""
         grids = []
         for model in self.models:
             rows = self.rows(model)
             marked = frozenset((i, row.best) for i, row in enumerate(rows) if row.best is not None)
-            grid = Grid([row.title for row in rows], self.columns, [list(row.cells) for row in rows], marked)
-            grids.append(drawn(grid, model, width, transpose))
+            grid = FigureGrid([row.title for row in rows], self.columns, [list(row.cells) for row in rows], marked)
+            grids.append(draw_grid(grid, model, width, transpose))
         return Group(*grids)
 
     def show(self, console: Console, *, transpose: bool | None = None, notes: bool = False) -> None:
-        """Print it, below it what changes how a figure is read, or with `notes` all notes in full; see `drawn`."""
+        """Print it with its short notes, or with `notes` all notes in full; see `drawn`."""
         console.print(self.drawn(console.width, transpose))
         lines = self.notes(full=True) if notes else [*self.notes(), MORE]
         for line in [*([f"* {LEGEND}"] if self._has_best else []), *lines]:
-            console.print(plain(line), style="dim", soft_wrap=not console.is_terminal)  # a log's lines stay whole
+            console.print(plain_text(line), style="dim", soft_wrap=not console.is_terminal)  # a log's lines stay whole
 
     @property
     def _has_best(self) -> bool:
         return any(row.best is not None for model in self.models for row in self.rows(model))
 
     def to_markdown(self) -> str:
-        """The table as GitHub Markdown, notes below a fold; the best copy of a row in bold."""
+        """Return GitHub Markdown, with full notes below a fold; the best copy of a row is bold."""
+
+        def line(cells: Iterable[str]) -> str:
+            return f"| {' | '.join(cells)} |"
+
         lines = [
-            "| Model | Measure | " + " | ".join(map(escaped, self.columns)) + " |",
+            line(["Model", "Measure", *map(escape_markdown, self.columns)]),
             "|---|---|" + "---:|" * len(self.columns),
         ]
         for model in self.models:
             for row in self.rows(model):
-                cells = [f"**{escaped(c)}**" if row.best == i else escaped(c) for i, c in enumerate(row.cells)]
-                lines.append(f"| {escaped(model)} | {escaped(row.title)} | " + " | ".join(cells) + " |")
-        lines += ["", *(f"- {escaped(note)}" for note in self.notes())]
+                cells = [escape_markdown(cell) for cell in row.cells]
+                if row.best is not None:
+                    cells[row.best] = f"**{cells[row.best]}**"
+                lines.append(line([escape_markdown(model), escape_markdown(row.title), *cells]))
+        lines += ["", *(f"- {escape_markdown(note)}" for note in self.notes())]
         lines += [f"- **Bold**: {LEGEND}"] if self._has_best else []
         lines += ["", "<details><summary>Notes in full</summary>", ""]
-        lines += [*(f"- {escaped(note)}" for note in self.notes(full=True)), "", "</details>"]
+        lines += [*(f"- {escape_markdown(note)}" for note in self.notes(full=True)), "", "</details>"]
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
-        """One line for each figure: model, machine where it is named, variant, measure, value, unit, error, n."""
+        """Return one line for each figure: model, machine if named, variant, measure, value, unit, error, n."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         about = ["model", *(["machine"] if self.machines else []), "variant"]
@@ -377,7 +380,7 @@ class Table:
         return out.getvalue()
 
     def to_json(self) -> str:
-        """All reports in full, by machine where it is named."""
+        """Return all reports in full, by machine if named."""
         parts = [
             {**({"machine": machine} if machine else {}), "reports": [report.model_dump() for report in reports]}
             for _, machine, reports in self.parts
@@ -385,8 +388,8 @@ class Table:
         return json.dumps({"parts": parts} if self.machines else parts[0], indent=2) + "\n"
 
 
-def _about(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
-    """How reports of one model and machine were measured: (what a line is of, model or machine; the line)."""
+def _how_measured(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
+    """Yield ("model" or "machine", a line about it): how reports of one model and machine were measured."""
     one, w = reports[0], reports[0].windows
     names = {m.name.partition("@")[0] for report in reports for m in report.measurements}
     text = one.text.name + (" (not WikiText: compare only within this table)" if one.text.bundled else "")
@@ -413,10 +416,10 @@ def _about(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
         yield "model", f"{divergence} {floor}"
 
 
-def joined(tables: Iterable[tuple[str | None, Table]]) -> Table:
-    """One table of several, each with its machine's label; None stands for the names of its processor and device.
+def join_tables(tables: Iterable[tuple[str | None, Table]]) -> Table:
+    """Join tables, each with its machine's label; None stands for the names of its processor and device.
 
-    Reports of one model and machine stand together, such as those of the shares of a comparison. Raises ReportError.
+    Reports of one model and machine become one part. Raises ReportError.
     """
     parts: dict[tuple[str, str], list[Report]] = {}
     for label, table in tables:
@@ -439,10 +442,10 @@ def joined(tables: Iterable[tuple[str | None, Table]]) -> Table:
 
 
 def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
-    """The tables at places: ``PATH`` or ``LABEL=PATH`` of a file, or of a folder with table.json; see `read_tables`."""
+    """Read the tables at places: ``PATH`` or ``LABEL=PATH`` of a file, or of a folder with table.json."""
     found: list[tuple[str | None, Table]] = []
     for place in places:
-        label, path = labelled(place)
+        label, path = split_label(place)
         if path.is_dir() and not (path / TABLE).is_file():
             raise ReportError(f"the folder {path} holds no {TABLE}. Give a folder that quantkit compare has written.")
         tables = read_tables(path / TABLE if path.is_dir() else path)
@@ -456,8 +459,8 @@ def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
     return found
 
 
-def labelled(place: str) -> tuple[str | None, Path]:
-    """The label, where one stands before the sign ``=``, and the path of a place; raises ReportError."""
+def split_label(place: str) -> tuple[str | None, Path]:
+    """Split ``LABEL=PATH`` or ``PATH`` into label, if any, and path; raises ReportError."""
     label, equals, rest = place.partition("=")
     path = path_of(place, ReportError)
     if not equals or path.exists():
@@ -468,10 +471,8 @@ def labelled(place: str) -> tuple[str | None, Path]:
 
 
 def read_tables(path: Path) -> list[tuple[str | None, Table]]:
-    """The tables of one model and machine in a JSON file (a table or one report), with the machines' labels.
+    """Read a JSON file (a table or one report): (label of the machine, table) of each part; raises ReportError."""
 
-    Raises ReportError.
-    """
     values = read_object(path, ReportError)
     if "model" in values and "measurements" in values:
         values = {"reports": [values]}
@@ -484,5 +485,12 @@ def read_tables(path: Path) -> list[tuple[str | None, Table]]:
             raise ReportError(f"{path} is no table of quantkit: it holds no reports")
         if machine is not None and not (isinstance(machine, str) and 0 < len(machine) <= LARGEST_NAME):
             raise ReportError(f"{path} is no table of quantkit: a machine's label is no short text")
-        found.append((machine, Table(tuple(report_of(value, str(path)) for value in reports))))
+        found.append((machine, Table(tuple(parse_report(value, str(path)) for value in reports))))
     return found
+
+
+def write_table(table: Table, folder: Path) -> None:
+    """Write table.md, table.csv and table.json into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in ((TABLE, table.to_json()), ("table.md", table.to_markdown()), ("table.csv", table.to_csv())):
+        replace_text(folder / name, text)

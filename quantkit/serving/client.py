@@ -1,7 +1,7 @@
-"""One streamed request to a server that speaks OpenAI's API, and what became of it.
+"""One streamed request to a server with OpenAI's API, and its result.
 
 https://platform.openai.com/docs/api-reference/completions: the answer is a stream of server-sent events, each with a
-JSON object, ended by `[DONE]`. Whatever a server does, `send` returns within its timeouts and names the failure.
+JSON object, ended by `[DONE]`. `send` always returns within its timeouts, and names the failure.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from quantkit.recipe import LoadTestSpec
 
 OK, UNFINISHED = "ok", "unfinished"
 APIS = {"completions": "/completions", "chat": "/chat/completions"}
-EXAMPLE_CHARACTERS = 200  # kept of what a server says about a failure
+EXAMPLE_CHARACTERS = 200  # of a server's words about a failure
 READ_BYTES = 1 << 14  # of a refusal
-LARGEST_COUNT = 1 << 31  # that a server can count for one request
+LARGEST_COUNT = 1 << 31  # tokens of one request, as a server counts them
 EVENT_BYTES = 1 << 20  # of one event; a longer one is malformed
 
-# The kinds of failure, with what each means. `http 429` and its like are named by their status.
+# The kinds of failure with their meanings; a status such as 429 is the kind `http 429`.
 KINDS = {
     "refused": "no connection: nothing listens there, or the name is unknown",
     "connect timeout": "no connection within the limit",
@@ -39,7 +39,7 @@ KINDS = {
     "empty": "the stream ended with neither a token nor a reason why",
     UNFINISHED: "the time of the measurement was over first: not a failure",
 }
-# What the client's exceptions mean; the first that fits.
+# Kinds of the client's exceptions; the first match counts.
 KIND_OF: dict[type[Exception], str] = {
     httpx2.ConnectTimeout: "connect timeout",
     httpx2.ConnectError: "refused",
@@ -52,11 +52,11 @@ KIND_OF: dict[type[Exception], str] = {
 
 @dataclass
 class Answer:
-    """What became of one request; times are `time.perf_counter()` in seconds.
+    """The result of one request; times are `time.perf_counter()` in seconds.
 
-    `due` is when it should have been sent, `stamps` when each piece of text came. `prompt_tokens` and `new_tokens` are
-    the server's own counts, None where it does not tell them. `reason` is why it says that the answer ended. `kind` is
-    OK or the kind of failure, `message` an example.
+    `due` is when it should have been sent, `stamps` when each piece of text came. `prompt_tokens`, `new_tokens` and
+    `reason` (why the answer ended) come from the server, None or empty if not reported. `kind` is OK or the kind of
+    failure, `message` an example.
     """
 
     due: float
@@ -70,12 +70,12 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """New tokens: as the server counts them, else one for each piece of text."""
+        """New tokens as the server counts them, or else the pieces of text."""
         return len(self.stamps) if self.new_tokens is None else self.new_tokens
 
 
 class _Failure(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a request: a kind of failure that no exception of the client stands for, and an example."""
+    """Ends a request with a kind of failure that is no exception of the client, and an example."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Endpoint:
     key: str | None = None
 
     def __post_init__(self) -> None:
-        # No message repeats the URL: it may hold a password, wherever it is wrong.
+        # No message repeats the URL, which may hold a password.
         try:
             parts = httpx2.URL(self.url)
         except (httpx2.InvalidURL, ValueError):
@@ -108,7 +108,7 @@ class Endpoint:
         return str(httpx2.URL(self.url).copy_with(username=None, password=None))
 
     def without_secrets(self, text: str) -> str:
-        """The beginning of what a server or the client says, as one printable line without the key and the password."""
+        """Return the beginning of a message as one printable line, without the key and the password."""
         parts = httpx2.URL(self.url)
         plain = [secret for secret in (self.key, parts.password) if secret]
         if parts.password:
@@ -117,10 +117,10 @@ class Endpoint:
         for secret in sorted(filter(None, spellings), key=len, reverse=True):
             text = text.replace(secret, "***")
         beginning = text[:EXAMPLE_CHARACTERS].encode("utf-8", "backslashreplace").decode("utf-8")
-        return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # each may be shown by its number
+        return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # a character may become its number
 
     def client(self, connections: int, connect_timeout: float) -> httpx2.AsyncClient:
-        """A client for at most so many requests at once. Neither proxies nor redirects: the server itself is timed."""
+        """Return a client for that many requests at once, without proxies and redirects: the server itself is timed."""
         return httpx2.AsyncClient(
             headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             timeout=httpx2.Timeout(None, connect=connect_timeout),
@@ -130,7 +130,7 @@ class Endpoint:
 
 
 async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec: LoadTestSpec, answer: Answer) -> None:
-    """Send one request and write what comes of it into `answer` while it comes. Cancelled, it leaves it unfinished."""
+    """Send one request and write its result into `answer` as it arrives; if cancelled, the answer stays unfinished."""
     loop = asyncio.get_running_loop()
     url = endpoint.url.rstrip("/") + APIS[endpoint.api]
     text = {"messages": [{"role": "user", "content": prompt}]} if endpoint.api == "chat" else {"prompt": prompt}
@@ -145,14 +145,14 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
             async for event in httpx2.EventSource(response, EVENT_BYTES):
                 if event.data == "[DONE]":
                     break
-                if _take(event.data, answer):
+                if _record_event(event.data, answer):
                     pause.reschedule(loop.time() + spec.pause_timeout)
             else:
                 raise _Failure("disconnected", "the stream ended without [DONE]")
-        # A model may end its answer at once: then there is a reason why it ended, and no token.
+        # A model may end its answer at once: then there is a reason, and no token.
         answer.kind = OK if answer.stamps or answer.reason else "empty"
     except TimeoutError:
-        # The inner limit turns into the error that the outer one sees; only one of them has expired.
+        # Both limits raise the same error, but only one has expired.
         answer.kind = "timeout" if whole.expired() else "stalled" if answer.stamps else "first token timeout"
     except _Failure as failure:
         answer.kind, message = failure.args
@@ -164,8 +164,8 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
         answer.ended = time.perf_counter()
 
 
-def _take(data: str, answer: Answer) -> bool:
-    """Note one event; whether it brought text. Raises _Failure."""
+def _record_event(data: str, answer: Answer) -> bool:
+    """Record one event; return whether it had text. Raises _Failure."""
     try:
         values = json.loads(data)
         if values.get("error"):
@@ -191,7 +191,7 @@ def _count(value: Any) -> int:
 
 
 async def _beginning(response: httpx2.Response) -> str:
-    """The beginning of a refusal, longer than what is kept, so that no key is cut in two."""
+    """Return the beginning of a refusal: longer than an example, so that no key is cut in two."""
     read = b""
     async for part in response.aiter_bytes():
         read += part

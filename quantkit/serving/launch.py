@@ -1,4 +1,4 @@
-"""serve: start an engine's own server for an artifact, wait until it answers, and leave no process behind."""
+"""serve: start an engine's own server for an artifact, wait until it answers, and end all of its processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import httpx2
 import psutil
 
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
-from quantkit.serving.servers import Plan
-from quantkit.system.interpreter import look
+from quantkit.serving.servers import ServerPlan
+from quantkit.system.interpreter import inspect_interpreter
 
 START_LIMIT = 1800.0  # seconds until a server must answer: some compile a model for minutes
 GRACE = 10.0  # seconds that a server has to end by itself
@@ -28,13 +28,13 @@ PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
-    """The running server, which answers already; its output goes to the standard error. It is gone afterwards.
+def serving(launch: ServerPlan) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server, yield it when it answers, and end it; its output goes to standard error.
 
-    Raises DependencyError where the engine is missing, OutputError where the port is taken, EngineError where the
-    server ends or does not answer within its limit.
+    Raises DependencyError if the engine is missing, OutputError if the port is taken, EngineError if the server ends or
+    does not answer in time.
     """
-    _refuse(launch)
+    _check_startable(launch)
     child = subprocess.Popen(
         launch.arguments,
         env={**os.environ, **launch.variables},
@@ -52,23 +52,23 @@ def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
         last = signal.SIGINT
         raise
     finally:
-        _end(child, last)
+        _end_server(child, last)
 
 
-def wait(launch: Plan, child: subprocess.Popen[bytes]) -> int:
-    """Wait for the server's end; its exit code. Raises EngineError where a signal has ended it."""
+def wait(launch: ServerPlan, child: subprocess.Popen[bytes]) -> int:
+    """Wait for the server's end; return its exit code. Raises EngineError if a signal ended it."""
     code = child.wait()
     if code < 0:
         raise EngineError(f"{launch.server.summary} {_how_ended(code)}. The system does so where memory runs out.")
     return code
 
 
-def _refuse(launch: Plan) -> None:
-    """Raise a QuantkitError where the engine is missing or the port is taken."""
+def _check_startable(launch: ServerPlan) -> None:
+    """Raise a QuantkitError if the engine is missing or the port is taken."""
     server = launch.server
     if not server.modules:
         raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
-    if missing := look(launch.python, server.modules)[0]:
+    if missing := inspect_interpreter(launch.python, server.modules)[0]:
         raise DependencyError(f"{launch.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
     try:
         family, _, _, _, address = socket.getaddrinfo(launch.host, launch.port, type=socket.SOCK_STREAM)[0]
@@ -83,11 +83,11 @@ def _refuse(launch: Plan) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child, before the server starts: SIGTERM for it when this process is killed. See prctl(2)."""
+    """In the child, before the server starts: request SIGTERM for when this process is killed. See prctl(2)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_until_it_answers(launch: Plan, child: subprocess.Popen[bytes]) -> None:
+def _wait_until_it_answers(launch: ServerPlan, child: subprocess.Popen[bytes]) -> None:
     limit = time.monotonic() + START_LIMIT
     with httpx2.Client(timeout=5.0, trust_env=False) as client:
         while time.monotonic() < limit:
@@ -101,15 +101,15 @@ def _wait_until_it_answers(launch: Plan, child: subprocess.Popen[bytes]) -> None
 
 
 def _how_ended(code: int) -> str:
-    """In words; a negative code is the number of a signal."""
+    """Describe an exit code; a negative code is the number of a signal."""
     if code >= 0:
         return f"ended with code {code}"
     known = {number.value: number.name for number in signal.Signals}
     return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
-def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
-    """Pass the signal on, wait, and kill what is left. Further signals of the impatient do not stop this."""
+def _end_server(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
+    """Pass the signal on, wait, and kill what is left; ignore further signals meanwhile."""
     ignored = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:

@@ -1,7 +1,7 @@
-"""Load: requests to a server at a fixed concurrency or a fixed rate for a fixed time, and what it answered.
+"""Load test: send requests to a server at a fixed concurrency or rate for a fixed time, and measure the answers.
 
-Formulas are in docs/serving.md. Time to first token, time per output token and latency are those of answers that
-came to their end; tokens are counted whenever they came within the time.
+Time to first token, time per output token and latency count complete answers only; the token rate counts all tokens
+that came in time. Formulas: docs/serving.md.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from quantkit.untrusted import path_of, read_text
 
 FIRST_REST, LONGEST_REST = 0.05, 1.0  # seconds after a failure, doubled with each in a row
 HOPELESS = ("refused", "connect timeout")  # of the warm-up: nothing more is sent
-AT_A_RATE = 256  # requests at once, where no number is asked for
+AT_A_RATE = 256  # requests at once, by default
 
 
 class LoadReport(Strict):
-    """What a server did under load. `counts` are requests by kind, with an example of what was said about some."""
+    """A server's results under load. `counts` are requests by kind, `examples` messages of some kinds."""
 
     endpoint: str
     model: str
@@ -46,21 +46,18 @@ class LoadReport(Strict):
 
     @property
     def completed(self) -> int:
-        """Answers that came to their end."""
         return self.counts.get(OK, 0)
 
     @property
     def failed(self) -> int:
-        """Requests that failed, of any kind."""
         return sum(count for kind, count in self.counts.items() if kind not in (OK, UNFINISHED))
 
     def find(self, name: str) -> Measurement | None:
-        """The measurement of that name."""
         return next((m for m in self.measurements if m.name == name), None)
 
 
 def prompts_of(path: Path) -> tuple[str, ...]:
-    """The prompts in a UTF-8 file, one a line; raises RecipeError."""
+    """Read the prompts of a UTF-8 file, one a line; raises RecipeError."""
     path = path_of(path, RecipeError)
     prompts = tuple(line.strip() for line in read_text(path, RecipeError).splitlines() if line.strip())
     if not prompts:
@@ -68,14 +65,14 @@ def prompts_of(path: Path) -> tuple[str, ...]:
     return prompts
 
 
-def load(
+def run_load_test(
     endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] = PROMPTS, progress: Progress | None = None
 ) -> LoadReport:
-    """Put the endpoint under load and report. It ends on time, whatever the server does."""
-    return asyncio.run(_Load(endpoint, spec, prompts, progress or Progress()).report())
+    """Send requests to the endpoint and report. It always ends on time."""
+    return asyncio.run(_LoadTest(endpoint, spec, prompts, progress or Progress()).report())
 
 
-class _Load:
+class _LoadTest:
     def __init__(self, endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...], progress: Progress) -> None:
         self.endpoint, self.spec, self.progress = endpoint, spec, progress
         self.answers: list[Answer] = []
@@ -101,7 +98,7 @@ class _Load:
         seconds = min(max(time.perf_counter() - self.begin, 1e-9), self.spec.duration)
         notes = []
         if any(a.kind == OK and a.new_tokens is None for a in self.answers):
-            notes.append("the server does not tell its count of tokens: each piece of text was taken for one")
+            notes.append("the server reports no count of tokens, so each piece of text counts as one")
         if self.waited:
             notes.append(f"{self.waited} requests found {self.limit} others open and waited; their wait counts")
         return LoadReport(
@@ -118,7 +115,7 @@ class _Load:
         )
 
     async def _send(self) -> None:
-        """Send until the time is over or the number of requests is reached; what is open then is cut off."""
+        """Send until the time or the number of requests is reached; then cancel open requests."""
         rate = self.spec.request_rate
         work = [self._caller() for _ in range(self.limit)] if rate is None else [self._arrivals(rate)]
         tasks, ticker = [asyncio.ensure_future(one) for one in work], asyncio.ensure_future(self._tick())
@@ -130,7 +127,7 @@ class _Load:
                 raise result
 
     async def _caller(self) -> None:
-        """One request after the other. After a failure it rests, so that a broken server is not overrun."""
+        """Send one request after the other; rest after a failure, so that a broken server is not flooded."""
         rest = FIRST_REST
         for _ in self.left:
             if (await self._one(time.perf_counter())).kind == OK:
@@ -140,7 +137,7 @@ class _Load:
                 rest = min(2 * rest, LONGEST_REST)
 
     async def _arrivals(self, rate: float) -> None:
-        """Requests at times drawn from a Poisson process. One that finds no room waits, and its wait counts."""
+        """Send requests at times of a Poisson process. A request that finds no room waits, and its wait counts."""
         times, room, due = random.Random(self.spec.seed), asyncio.Semaphore(self.limit), self.begin
         async with asyncio.TaskGroup() as group:
             for _ in self.left:
@@ -170,7 +167,7 @@ class _Load:
 
 
 def measured(answers: list[Answer], seconds: float, max_in_flight: int, price: float | None) -> list[Measurement]:
-    """The figures of all answers. seconds: how long tokens were counted; price: of an hour."""
+    """Return the figures of all answers. seconds: how long tokens were counted; price: of an hour."""
     done = [a for a in answers if a.kind == OK]
     times = {
         "ttft_ms": [a.stamps[0] - a.due for a in done if a.stamps],

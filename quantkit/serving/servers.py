@@ -1,4 +1,4 @@
-"""Servers: how each engine's own OpenAI-compatible server is started for a model, as a table; and what loads what."""
+"""Servers: a table of how to start each engine's OpenAI-compatible server; and which engine loads which format."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Server:
     """An engine's server. `loader` loads the files: the name of an engine, or of one of a format's `servers`.
 
     `command` and `variables` have places for {python}, {host}, {port}, {n_ctx}, {threads} and {name} of the API, the
-    model's {folder}, its {parent} and {basename}, and its first weight {file}. Variables without a place give way to
-    the user's own. `modules` must be in the interpreter; none: quantkit only prints the command.
+    model's {folder}, its {parent} and {basename}, and its first weight {file}. The user's environment overrides
+    variables without a place. `modules` must be installed; without any, quantkit only prints the command.
     """
 
     name: str
@@ -43,20 +43,19 @@ class Server:
     install: str = ""
 
     def refusal(self, model: Model) -> str | None:
-        """The reason why it cannot take a model, or None."""
         return refusal(self.loader, find_format(model.format), quantization_of(model.folder))
 
 
 SERVERS = {
     server.name: server
     for server in (
-        # By default a second request would cut the first one's answer off, and every prompt token's logits be computed.
+        # By default a second request cuts off the first one's answer, and logits are computed for all prompt tokens.
         Server("llamacpp", "llama-cpp-python's server", "llamacpp", """
             {python} -m llama_cpp.server --model {file} --model_alias {name} --host {host} --port {port} --n_ctx {n_ctx}
             --n_threads {threads} --n_threads_batch {threads} --interrupt_requests False --logits_all False""",
             modules=("llama_cpp", "uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings"),
             install="pip install 'quantkit[serve]'"),
-        # GiB of keys and values: without them vLLM wants nearly all memory of a machine without a GPU, or ends.
+        # GiB of keys and values: by default vLLM wants nearly all memory of a machine without a GPU.
         Server("vllm", "vLLM's server", "vllm", """
             {python} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name {name}
             --host {host} --port {port} --max-model-len {n_ctx} --dtype bfloat16""",
@@ -81,8 +80,8 @@ SERVERS = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What will be started, with which variables added to the environment, and where it will answer."""
+class ServerPlan:
+    """How to start a server: its command, variables to add to the environment, and where it will answer."""
 
     server: Server
     arguments: tuple[str, ...]
@@ -99,10 +98,10 @@ class Plan:
         return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.port}/v1"
 
 
-def plan(artifact: str, engine: str | None = None, **settings: int | str | None) -> Plan:
-    """Plan the start of a server; `settings` are the other fields of `ServeSpec`.
+def plan_server(artifact: str, engine: str | None = None, **settings: int | str | None) -> ServerPlan:
+    """ServerPlan the start of a server, and check what can be checked before it; raises a QuantkitError.
 
-    Checks what can be checked without starting anything; raises a QuantkitError.
+    `settings` are the other fields of `ServeSpec`.
     """
     spec = parse(ServeSpec, {"engine": engine, **settings}, "serve")
     model = open_model(artifact)
@@ -110,7 +109,7 @@ def plan(artifact: str, engine: str | None = None, **settings: int | str | None)
         refuse_untrue(model.artifact)
     if model.source is not None and not model.source.own_files:
         raise UnsupportedError(f"no server takes {model.name}: {NOT_ITS_FILES}.")
-    server = server_for(model, spec.engine)
+    server = choose_server(model, spec.engine)
     longest = context_of(model.config)
     if spec.n_ctx is not None and spec.n_ctx > longest:
         raise RecipeError(f"a context of {spec.n_ctx} tokens: {model.label} has at most {longest}")
@@ -135,11 +134,11 @@ def plan(artifact: str, engine: str | None = None, **settings: int | str | None)
         for key, value in server.variables.items()
     }
     arguments = tuple(word.format(**places) for word in command.split())
-    return Plan(server, arguments, variables, python, spec.host, spec.port, name)
+    return ServerPlan(server, arguments, variables, python, spec.host, spec.port, name)
 
 
-def server_for(model: Model, name: str | None) -> Server:
-    """The server of that name, or the first that takes the model; raises RecipeError and UnsupportedError."""
+def choose_server(model: Model, name: str | None) -> Server:
+    """Return the server of that name, or the first for the model; raises RecipeError and UnsupportedError."""
     if name is None:
         for server in SERVERS.values():
             if server.modules and not server.refusal(model):
@@ -153,15 +152,15 @@ def server_for(model: Model, name: str | None) -> Server:
     return SERVERS[name]
 
 
-def server_of(format_name: str) -> str | None:
-    """What quantkit would start for an artifact of a format, in words; None where nothing takes it."""
+def server_summary(format_name: str) -> str | None:
+    """Return the name of the server that quantkit starts for a format, or None."""
     stored = formats().get(format_name)
     fitting = (server for server in SERVERS.values() if stored and server.modules and server.loader in stored.engines)
     return next((server.summary for server in fitting), None)
 
 
 def refusal(loader: str, stored: Format, quantization: Mapping[str, Any]) -> str | None:
-    """The reason why a program cannot load a format with this `quantization_config`, or None."""
+    """Return why a program cannot load a format with this `quantization_config`, or None."""
     if reason := stored.refusals(quantization).get(loader):
         return reason
     if loader in stored.engines or loader in stored.servers:
@@ -172,14 +171,14 @@ def refusal(loader: str, stored: Format, quantization: Mapping[str, Any]) -> str
 
 
 def loaders() -> tuple[str, ...]:
-    """What `what_loads` tells of: the engines, our own reader first, and exllama, which has only a server here."""
+    """Return the names in `what_loads`: the engines, our own reader first, and exllama, which is only a server here."""
     return (*sorted(engines(), key=lambda name: name != "reference"), "exllama")
 
 
 def what_loads() -> Iterator[tuple[str, str, dict[str, tuple[str, str]]]]:
-    """Every format, its kinds that all programs treat alike, and for each program why it does not load them.
+    """Yield each format, the kinds that all programs treat alike, and by program (why it refuses them, a remark).
 
-    Else a remark: the oldest version tried, or where alone it does. Both are empty where nobody has tried it here.
+    A remark is the oldest version tried, or the only device that works; both are empty if it is untried.
     """
     for stored in formats().values():
         alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}

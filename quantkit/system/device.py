@@ -13,10 +13,10 @@ FAILURES = (RuntimeError, AssertionError, NotImplementedError)
 
 
 def find_device(asked: str = AUTO) -> str:
-    """Return torch's name of a device: `asked`, or for "auto" the accelerator where torch has one, else the CPU.
+    """Return torch's name of a device: `asked`, or for "auto" torch's accelerator if it has one, else the CPU.
 
-    An accelerator without float64 (Apple's) is not taken for "auto". Raises RecipeError for a device that torch does
-    not have here or that does not compute.
+    "auto" skips an accelerator without float64 (Apple's). Raises RecipeError for a device that is missing or does not
+    compute.
     """
     if asked == CPU or (asked == AUTO and not _may_have_accelerator()):
         return CPU
@@ -43,8 +43,8 @@ def _may_have_accelerator() -> bool:
     return "torch" in sys.modules or not version("torch").endswith("+cpu") or bool(entry_points(group="torch.backends"))
 
 
-def described(device: str) -> str:
-    """The device with its product's name, such as ``cuda (NVIDIA H200)``, where torch knows that."""
+def device_label(device: str) -> str:
+    """Return the device with its product's name, if known, such as ``cuda (NVIDIA H200)``."""
     if device == CPU:
         return CPU
     import torch
@@ -56,12 +56,12 @@ def described(device: str) -> str:
 
 
 def memory_of(device: str) -> str:
-    """What the memory of a device is called in messages."""
+    """Return the name of a device's memory for messages."""
     return "memory" if device in (AUTO, CPU) else f"memory on {device}"
 
 
 def device_memory(device: str) -> tuple[int, int] | None:
-    """(free, all) bytes of memory of a device that is not the CPU; None where torch does not know."""
+    """Return (free, all) bytes of an accelerator's memory; None if torch does not know."""
     import torch
 
     try:

@@ -16,21 +16,21 @@ LONGEST_NAME = 150  # bytes; most file systems take 255
 
 
 def sha256_of(path: Path) -> str:
-    """Hex sha256 of a file's bytes, read in pieces."""
+    """Return the hex sha256 of a file, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def safe_name(text: str) -> str:
-    """`text` as the name of a file or folder: letters, digits and ``._-``, all else one dash; none at the beginning.
+    """Return `text` as a file name: letters, digits and ``._-``, all else one dash, which is never the first character.
 
-    A program would take a name that begins with a dash for an option. A long name is cut, with a hash at its end.
+    Programs take a name that begins with a dash for an option. A long name is cut, with a hash at its end.
     """
     return cut(re.sub(r"[^\w.-]+", "-", text).lstrip("-") or "unnamed", LONGEST_NAME, "-")
 
 
 def refuse_unwritable(folder: Path, error: type[QuantkitError]) -> None:
-    """Raise `error` where no file can be made in `folder`: another's, read only, or of a system that holds no files."""
+    """Raise `error` if no file can be made in `folder`."""
     reason = ""
     if not folder.is_dir():
         reason = "it is no folder"
@@ -45,7 +45,7 @@ def refuse_unwritable(folder: Path, error: type[QuantkitError]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names of the files in `folder` on the disk: what was made, renamed or removed there stays so."""
+    """Sync the entries of `folder` to disk, so that files made, renamed or removed there stay so."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)
@@ -57,17 +57,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def create(path: Path) -> TextIO:
-    """Open a fresh text file at `path`; what is there goes first, so that no link is followed to another's file."""
+    """Open a new text file at `path`; remove an old one first, so that no link to another file is followed."""
     if os.path.lexists(path):
         path.unlink()
     return path.open("x", encoding="utf-8")
 
 
 def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: None, shared: bool = False) -> None:
-    """Write `text` as the whole content of `path`: whoever looks sees the old content or the new one.
+    """Replace the content of `path` with `text` at once: readers see the old content or the new.
 
-    `before` is called when the new content is safe on the disk beside the old one, as `PATH.new`. `shared`: other
-    processes may write the same file.
+    `before` is called when `PATH.new` is safe on disk. `shared`: other processes may write the same file.
     """
     new = path.with_name(f"{path.name}.{os.getpid()}.new" if shared else f"{path.name}.new")
     with create(new) as file:

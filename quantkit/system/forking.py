@@ -1,8 +1,7 @@
-"""A process that has imported torch and transformers, and is forked for work that needs them.
+"""A server process that has imported torch and transformers, and forks for each work that needs them.
 
-Importing them takes 10 CPU seconds (transformers 5.12), a fork a few milliseconds, and `make demo` has twelve processes
-that need them. The server imports, forks and waits; it has no threads that a fork would miss. It ends with the process
-that started it.
+Importing takes 10 CPU seconds (transformers 5.12), a fork a few milliseconds; `make demo` needs them in twelve
+processes. The server has no threads that a fork would miss, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -22,31 +21,29 @@ from threading import Lock
 from typing import Any
 
 IMPORTED = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "gguf")
-# Variables that decide what libraries are like once they are imported.
+# Variables that libraries read when they are imported.
 LIBRARIES = ("ATEN_", "BNB_", "DNNL_", "HF_", "LD_", "MKL_", "ONEDNN_", "PYTHON", "TORCH", "TRANSFORMERS_")
 MOST = 1 << 20  # bytes of a message
-LOOK = 0.05  # seconds between two looks at a fork and at the owner
+LOOK = 0.05  # seconds between two checks of a fork and of the owner
 
 
 class Forked:
-    """A forked process, as far as it is like a Popen."""
+    """A forked process with the methods of a Popen."""
 
     def __init__(self, pid: int, server: socket.socket) -> None:
         self.pid, self._server = pid, server
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, the negative number of the signal that ended it, or None while it runs."""
         with suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, which the server tells; raises subprocess.TimeoutExpired."""
         if self._code is None:
             self._server.settimeout(timeout)
             try:
-                self._code = int(self._server.recv(MOST) or -signal.SIGKILL)  # without its server it ends, too
+                self._code = int(self._server.recv(MOST) or -signal.SIGKILL)  # it ends with its server
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0) from None
             finally:
@@ -54,11 +51,9 @@ class Forked:
         return self._code
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
@@ -68,7 +63,7 @@ class Forked:
 
 
 class Server:
-    """The process that is forked, as its owner sees it. It has one fork at a time."""
+    """The server process, as its owner sees it. It has one fork at a time."""
 
     def __init__(self, variables: dict[str, str]) -> None:
         self.key = key_of(variables)
@@ -83,11 +78,11 @@ class Server:
         atexit.register(self.close)
 
     def serves(self, variables: dict[str, str]) -> bool:
-        """Whether it runs, in this process's service and with such variables."""
+        """Return whether it runs, belongs to this process, and has such variables."""
         return self.key == key_of(variables) and self._process.poll() is None
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> Forked | None:
-        """A fork that does what is asked; None where another one runs or the server has ended."""
+        """Fork for a request; None if another fork runs or the server has ended."""
         if self._forked is not None and self._forked.poll() is None:
             return None
         try:
@@ -95,14 +90,13 @@ class Server:
             pid = self._socket.recv(MOST)
         except OSError:
             return None
-        except BaseException:  # interrupted: its answer would be taken for that to the next request
+        except BaseException:  # interrupted: the next request would get this answer
             self.close()
             raise
         self._forked = Forked(int(pid), self._socket) if pid else None
         return self._forked
 
     def close(self) -> None:
-        """End the server, and with it what it has forked."""
         atexit.unregister(self.close)
         self._socket.close()
         if self.key[0] != os.getpid():
@@ -119,31 +113,31 @@ _server: Server | None = None
 
 
 def key_of(variables: dict[str, str]) -> tuple[int, dict[str, str]]:
-    """The process that may use a server, and the variables that it was started with as far as they count."""
+    """Return the process that may use a server, and the variables that libraries read."""
     fixed = {name: value for name, value in variables.items() if name.startswith(LIBRARIES)}
     return os.getpid(), {name: value for name, value in fixed.items() if not name.endswith("_NUM_THREADS")}
 
 
 def start(variables: dict[str, str]) -> None:
-    """Start a server, which imports while other things are done."""
+    """Start a server, which imports in the background."""
     if sys.platform == "linux":
         with _lock:
-            _serving(variables)
+            _running_server(variables)
 
 
 def fork(module: str, arguments: list[str], events: int, log: int, variables: dict[str, str]) -> Forked | None:
-    """What `python -m module ARGUMENTS EVENTS` would start, the last a file descriptor; output goes to `log`.
+    """Fork a process for `python -m module ARGUMENTS EVENTS`; EVENTS and `log`, for its output, are file descriptors.
 
-    None where no process can be forked.
+    Return None if no process can be forked.
     """
     if sys.platform != "linux":
         return None
     request = {"module": module, "arguments": arguments, "variables": variables, "folder": str(Path.cwd())}
     with _lock:
-        return _serving(variables).fork(request, [events, log])
+        return _running_server(variables).fork(request, [events, log])
 
 
-def _serving(variables: dict[str, str]) -> Server:
+def _running_server(variables: dict[str, str]) -> Server:
     global _server
     if _server is not None and not _server.serves(variables):
         _server.close()
@@ -161,13 +155,13 @@ def _do(request: dict[str, Any], events: int, log: int) -> None:
     os.environ.update(request["variables"])
     os.chdir(request["folder"])
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable before
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable already
     sys.argv = [request["module"], *request["arguments"], str(events)]
     import_module(request["module"]).main()
 
 
 def main() -> None:
-    """The server: import, then fork for each message; ends with the connection."""
+    """Run the server: import, then fork for each message, until the connection ends."""
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what ends
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
@@ -189,7 +183,7 @@ def main() -> None:
             os.close(descriptor)
         connection.send(str(pid).encode())
         while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
-            if select.select([connection], [], [], LOOK)[0]:  # the owner says nothing while a fork runs: it has ended
+            if select.select([connection], [], [], LOOK)[0]:  # silent while a fork runs, so the owner has ended
                 os.kill(pid, signal.SIGKILL)
                 os._exit(1)
         connection.send(str(os.waitstatus_to_exitcode(ended[1])).encode())

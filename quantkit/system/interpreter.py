@@ -16,10 +16,10 @@ LOOK_LIMIT = 120.0  # seconds
 PACKAGE = Path(__file__).parents[1]  # quantkit's own folder
 
 
-def look(python: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
-    """Those of the modules `names` that an interpreter lacks, and the version of the first; raises DependencyError."""
+def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
+    """Return which modules an interpreter lacks, and the version of the first; raises DependencyError."""
     if python == sys.executable:
-        missing = modules.lacks(names)
+        missing = modules.missing_modules(names)
         return missing, None if names[0] in missing else modules.version_of(names[0])
     try:
         done = subprocess.run(
@@ -33,7 +33,7 @@ def look(python: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
 
 
 def lent_code(folder: Path) -> str:
-    """Make `folder` one that brings this quantkit, and nothing else, to another interpreter; its PYTHONPATH."""
+    """Make `folder` provide this quantkit, and nothing else, to another interpreter; return its PYTHONPATH."""
     number = version("quantkit")
     facts = folder / f"quantkit-{number}.dist-info" / "METADATA"
     facts.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Memory: how much there is, and how freed memory goes back to the system."""
+"""Memory: how much there is, peaks, and the return of freed memory to the system."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from quantkit.system.device import CPU, device_memory
 from quantkit.system.ranks import joined_shards
 
 GROWTH = 48_000_000  # bytes
-
+CGROUP = Path("/sys/fs/cgroup")
+STATUS = Path("/proc/self/status")  # its sizes are in KiB, though it says kB
 _LIBC = ctypes.CDLL(None)
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system where the C library can (glibc)."""
+    """Return freed memory to the system, if the C library can (glibc)."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
 
 
 class MemoryTrimmer:
-    """Returns freed memory while work goes on: where the process is larger by `GROWTH` than it had to be so far.
+    """Returns freed memory during work, when the process has grown by `GROWTH` beyond what it needed so far.
 
-    Where small pieces that stay lie among large ones that come and go, the C library finds less and less room. Up to
-    there freed memory stays for what comes next, since to take it from the system anew costs time.
+    Small pieces that stay, among large ones that come and go, leave the C library less and less room. Smaller amounts
+    stay with the process, since getting memory from the system again costs time.
     """
 
     def __init__(self) -> None:
@@ -37,20 +38,15 @@ class MemoryTrimmer:
         self._mark = self._process.memory_info().rss + GROWTH
 
     def trim(self) -> None:
-        """Return freed memory if the process has grown."""
         if self._process.memory_info().rss > self._mark:
             trim_heap()
             self._mark = max(self._mark, self._process.memory_info().rss + GROWTH)
 
 
-CGROUP = Path("/sys/fs/cgroup")
-STATUS = Path("/proc/self/status")  # its sizes are in KiB, though it says kB
-
-
 def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, its control group or its own limit, what is least.
+    """Return the bytes that this process may still take, by the machine, its control group and its own limit.
 
-    Ranks that share a machine get equal parts.
+    Ranks on one machine get equal parts.
     """
     available = int(psutil.virtual_memory().available)
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -62,7 +58,7 @@ def available_memory() -> int:
     ):
         try:
             ceiling, taken = int((folder / limit).read_text()), int((folder / used).read_text())
-            # Cached files count as used there, and go when memory is wanted.
+            # Cached files count as used there, but are freed on demand.
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such control group, or "max"
             continue
@@ -72,7 +68,7 @@ def available_memory() -> int:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that are free on a device; of one that does not tell, more than anything needs."""
+    """Return the free bytes of a device; sys.maxsize if unknown."""
     if device in (AUTO, CPU):
         return available_memory()
     memory = device_memory(device)
@@ -80,35 +76,35 @@ def free_memory(device: str) -> int:
 
 
 def peak_of_children_bytes() -> int:
-    """Peak resident memory of the largest process that this one has waited for, in bytes."""
-    return _told_by_the_system(resource.RUSAGE_CHILDREN)
+    """Return the peak resident bytes of the largest process that this one has waited for."""
+    return _max_rss(resource.RUSAGE_CHILDREN)
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process in bytes.
+    """Return the peak resident bytes of this process.
 
-    On Linux from VmHWM: ru_maxrss would count the parent's memory too, which the child shares until it starts.
+    On Linux from VmHWM: ru_maxrss also counts the parent's memory, which a child shares until it starts.
     """
     if STATUS.is_file():
         for line in STATUS.read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return _told_by_the_system(resource.RUSAGE_SELF)
+    return _max_rss(resource.RUSAGE_SELF)
 
 
-def _told_by_the_system(who: int) -> int:
+def _max_rss(who: int) -> int:
     peak = resource.getrusage(who).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def restart_peak() -> None:
-    """Let `peak_rss_bytes` count from now on, where the system can (Linux: 5 into clear_refs, see proc(5))."""
+    """Let `peak_rss_bytes` count from now on, if the system can (Linux: 5 into clear_refs, see proc(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def device_peak_bytes() -> int:
-    """Most bytes that torch held on the GPU since the process began; 0 where torch does not compute on one."""
+    """Return torch's peak bytes on the GPU since the process began; 0 without a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.accelerator.is_available():
         return 0

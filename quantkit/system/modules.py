@@ -1,6 +1,6 @@
-"""Modules: importing large ones sooner; what an interpreter lacks of them, and the version of one.
+"""Modules: quicker import of large ones; missing modules and the version of one, in any interpreter.
 
-The interpreter is ours, or another that runs this file alone:
+Another interpreter runs this file alone:
 
 PYTHON -P modules.py MODULE [MODULE ...]    # prints {"lacks": [...], "version": "..."}; the version is the first one's
 """
@@ -19,10 +19,10 @@ from importlib.util import find_spec
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Where large modules are imported: nobody looks for garbage meanwhile.
+    """Pause the garbage collector while large modules are imported. Also a decorator.
 
-    They make hundred thousands of objects that stay, and looking for garbage among them is a sixth of the time that
-    torch and transformers take. Also a decorator.
+    They make hundreds of thousands of objects that stay; collecting among them takes a sixth of the time to import
+    torch and transformers.
     """
     was = gc.isenabled()
     gc.disable()
@@ -33,14 +33,14 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-def lacks(modules: tuple[str, ...]) -> list[str]:
-    """Those of `modules` that cannot be found; none is imported."""
+def missing_modules(modules: tuple[str, ...]) -> list[str]:
+    """Return the modules that cannot be found, without importing any."""
     return [name for name in modules if find_spec(name) is None]
 
 
 @cache
 def version_of(module: str) -> str | None:
-    """The version of the installed package that brings `module`, whatever the package is called."""
+    """Return the version of the installed package that has `module`, also if its name is different."""
     with suppress(PackageNotFoundError):
         return version(module)
     packages = packages_distributions().get(module)  # reads what every package installed
@@ -48,4 +48,4 @@ def version_of(module: str) -> str | None:
 
 
 if __name__ == "__main__":
-    json.dump({"lacks": lacks(tuple(sys.argv[1:])), "version": version_of(sys.argv[1])}, sys.stdout)
+    json.dump({"lacks": missing_modules(tuple(sys.argv[1:])), "version": version_of(sys.argv[1])}, sys.stdout)

@@ -1,7 +1,7 @@
-"""Regular expressions out of somebody else's file: matched in a process of their own, which is ended in time.
+"""Regular expressions from a user's file: matched in a child process with a time limit.
 
-An expression of twenty characters can keep Python's `re` busy for years, and nothing in the process can stop it. The
-package `regex` has a timeout, but it took 19 s with one of 2 s, and nested repetitions fill the memory as it compiles.
+Twenty characters can keep Python's `re` busy for years, and no thread can stop it. The timeout of the package `regex`
+is not reliable: one of 2 s took 19 s, and compiling nested repetitions fills the memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 from quantkit.errors import QuantkitError
 from quantkit.untrusted import shown
 
-SECONDS = 20  # for all names and expressions together; thousands of both take less than one
+SECONDS = 20  # for all names and expressions; thousands of both take less than one
 MOST_PATTERNS, LONGEST_PATTERN = 20_000, 4096
-# Nothing in it can be repeated but the beginning of a path, once.
+# Harmless: only the beginning of a path can repeat, once.
 PLAIN = re.compile(r"(?:\(\.\*\\\.\)\?\([\w.]*\)|[\w.]*)")
 MATCH = """
 import json, re, sys
@@ -32,7 +32,7 @@ json.dump([found(pattern) for pattern in ask["patterns"]], sys.stdout)
 
 
 def full_matches(patterns: list[str], names: list[str], what: str, error: type[QuantkitError]) -> list[frozenset[str]]:
-    """For each pattern the names that it matches from end to end; raises `error`, in words that begin with `what`."""
+    """Return for each pattern the names that it matches from end to end; raises `error`, which begins with `what`."""
     if len(patterns) > MOST_PATTERNS or any(len(pattern) > LONGEST_PATTERN for pattern in patterns):
         raise error(f"{what}: more than {MOST_PATTERNS} expressions, or one of more than {LONGEST_PATTERN} characters")
     rest = [pattern for pattern in patterns if not PLAIN.fullmatch(pattern)]

@@ -1,4 +1,4 @@
-"""The processor: its name, what Linux tells of it, and how many of its cores this process may use."""
+"""The processor: its name, /proc/cpuinfo, and the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpuinfo() -> str:
-    """The text of Linux's /proc/cpuinfo; empty where there is no such file."""
+    """Return the text of Linux's /proc/cpuinfo; empty on other systems."""
     path = Path("/proc/cpuinfo")
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def processor_name() -> str:
-    """What the processor is called."""
+    """Return the processor's name."""
     for line in cpuinfo().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

@@ -1,4 +1,4 @@
-"""Temporary folders. The next one that is made removes those of killed processes of this machine."""
+"""Temporary folders. Making one removes those of killed processes on this machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 
-# The name holds the machine and the process: another machine's processes, on a shared disk, are not known here.
+# The name holds the machine and the process: processes of other machines on a shared disk are unknown here.
 PREFIX = f"quantkit-{re.sub(r'[^A-Za-z0-9.]', '', platform.node())}-"
 NAME = re.compile(rf"{re.escape(PREFIX)}(\d{{1,7}})-[a-z0-9_]{{8}}")
 
 
 @contextmanager
 def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Yield an empty folder in `parent` (default: the system's place for such) and remove it with all that is in it."""
+    """Yield an empty folder in `parent` (default: the system's temporary folder), and remove it afterwards."""
     place = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_dead(place)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
@@ -31,7 +31,7 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_dead(place: Path) -> None:
-    """Remove the folders of this user in `place` whose processes are gone."""
+    """Remove this user's folders in `place` whose processes are gone."""
     with suppress(OSError):
         for path in place.iterdir():
             found = NAME.fullmatch(path.name)

@@ -23,14 +23,14 @@ Result = TypeVar("Result")
 def in_background(action: Callable[..., object], *arguments: Any) -> None:
     """Call `action` in a thread that nobody waits for; the process may end before it.
 
-    Raises RuntimeError where no thread can be made; one that gets no memory for its first step does nothing.
+    Raises RuntimeError if no thread can be made; a thread that gets no memory to start does nothing.
     """
     _thread.start_new_thread(action, arguments)
 
 
 @contextmanager
-def every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` in the background, until the context ends."""
+def call_every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` in the background at this interval, until the context ends."""
     running, ended = Lock(), Event()
 
     def repeat() -> None:
@@ -49,7 +49,7 @@ def every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
 
 
 def result_of(future: Future[Result], prefix: str) -> Result:
-    """Return the future's result; raise MemoryError if its pool's threads, named `prefix` and on, have all ended."""
+    """Return the future's result; raise MemoryError if its pool's threads, named `prefix`..., have all ended."""
     while not wait((future,), LOOK).done:
         if not any(thread.name.startswith(prefix) for thread in threading.enumerate()) and not future.done():
             raise MemoryError
@@ -57,7 +57,7 @@ def result_of(future: Future[Result], prefix: str) -> Result:
 
 
 def end_with_parent() -> None:
-    """End this process a moment after the one that started it: a killed parent cannot end its child itself."""
+    """End this process soon after its parent: a killed parent cannot end its child."""
     in_background(_end_without, os.getppid())
 
 

@@ -11,7 +11,7 @@ from killed import started
 from tiny_models import EVALUATION_FLAGS, quantkit
 
 from quantkit.cli import progress as module
-from quantkit.cli.progress import Lines, choose, shown
+from quantkit.cli.progress import Lines, configure_verbosity, progress_bars
 from quantkit.comparison.compare import CALIBRATION_COST, CONVERSION_COST, SOURCE_COST
 from quantkit.progress import Pieces, Progress, Step, Timed
 
@@ -65,12 +65,12 @@ def test_lines_of_a_log():
 
 @pytest.mark.parametrize("terminal", ["dumb", "xterm-256color", None])
 def test_a_log_has_lines_whatever_terminal_the_environment_names(terminal, monkeypatch, capsys):
-    monkeypatch.setattr(module, "quiet", False)
+    monkeypatch.setattr(module, "is_quiet", False)
     monkeypatch.delenv("TERM", raising=False)
     if terminal is not None:
         monkeypatch.setenv("TERM", terminal)
     long = "x" * 200  # no line is wrapped
-    with shown() as progress:
+    with progress_bars() as progress:
         progress.say(f"[bold]{long}")
         with progress.step(f"reading {long}", 2) as advance:
             advance(2)
@@ -79,7 +79,7 @@ def test_a_log_has_lines_whatever_terminal_the_environment_names(terminal, monke
 
 def spoken(monkeypatch, *arguments):
     """Run the command line in this process; progress is kept in what it told."""
-    monkeypatch.setattr(module, "quiet", False)
+    monkeypatch.setattr(module, "is_quiet", False)
     monkeypatch.setattr(tiny_models, "without_progress", lambda text: text)
     return quantkit(*arguments)
 
@@ -99,7 +99,7 @@ def test_a_comparison_tells_whose_steps_they_are(one_block, tmp_path, monkeypatc
     assert [row.split(":")[0] for row in rows] == ["bfloat16", "rtn-4"]
     device, first, *others = done.err.splitlines()
     assert device.startswith("device: "), done.err
-    assert first.startswith("judged whole: "), done.err
+    assert first.startswith("evaluated whole: "), done.err
     assert all(LINE.fullmatch(line) for line in others if line not in rows), done.err
     for part in ("rtn-4: rtn: rounding layers: ", "rtn-4: perplexity (llama.cpp): ", "bfloat16: speed at 1 thread: "):
         assert part in done.err, done.err
@@ -116,17 +116,17 @@ def test_quiet_is_the_result_alone(tiny, tmp_path, monkeypatch):
 
 
 def test_libraries_are_silent_unless_verbose_is_given(monkeypatch):
-    monkeypatch.setattr(module, "quiet", False)
+    monkeypatch.setattr(module, "is_quiet", False)
     names = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
     for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        choose(False, True)
+        configure_verbosity(False, True)
         warnings.warn("a word", stacklevel=1)
         assert not set(names) & os.environ.keys()
-        choose(False, False)
+        configure_verbosity(False, False)
         warnings.warn("another", stacklevel=1)
         assert [os.environ[name] for name in names] == ["1", "1", "error"]
     assert [str(one.message) for one in heard] == ["a word"]

@@ -16,7 +16,7 @@ from test_sweep import task_in
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.comparison.executors import OnRay
-from quantkit.comparison.sweep import run
+from quantkit.comparison.sweep import run_sweep
 from quantkit.comparison.tasks import read_task, read_tasks
 from quantkit.progress import Progress
 from quantkit.recipe import ModelRef, load_recipe
@@ -122,9 +122,9 @@ def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(recipe, whole, tmp
             words = []
             models = [ModelRef(model="one"), ModelRef(model="two")]
             given = load_recipe(recipe).model_copy(update={"models": tuple(models), "out": out})
-            outcome = run(given, executor(cluster.address, 1), Progress(speaker=words.append))
+            outcome = run_sweep(given, executor(cluster.address, 1), Progress(speaker=words.append))
             if outcome.failed:  # what was on the lost node twice
-                outcome = run(given, OnRay(cluster.address, 1))
+                outcome = run_sweep(given, OnRay(cluster.address, 1))
             assert outcome.failed == {}
             assert figures(tmp_path / out) == whole
         assert any(": lost" in line and "started again" in line for line in words), words
@@ -149,6 +149,6 @@ def test_what_no_node_has_memory_for_is_told_and_not_waited_for(recipe, tmp_path
         cluster.remove_node(nodes.pop(), allow_graceful=False)
         assert sorted(executor.finished()[0] for _ in range(2)) == ["long", "waiting"]
         executor.close()
-        outcome = run(given, OnRay(cluster.address, 1))
+        outcome = run_sweep(given, OnRay(cluster.address, 1))
     assert set(outcome.failed) == {"one.source", "two.source"}
     assert all("would need" in reason and "0.21 GB" in reason for reason in outcome.failed.values()), outcome.failed

@@ -63,7 +63,7 @@ def recipe_of(models, variants, out):
 
 def swept(models, variants, out, **named):
     executor = Here()
-    outcome = sweeps.run(recipe_of(models, variants, out), executor, **named)
+    outcome = sweeps.run_sweep(recipe_of(models, variants, out), executor, **named)
     return outcome, executor.begun
 
 
@@ -126,7 +126,7 @@ def test_other_settings_are_done_anew(done, models, tmp_path):
     ):
         executor = Here()
         values = recipe_of(models[:1], ["rtn:4"], out).model_dump() | changes
-        assert sweeps.run(parse(SweepRecipe, values, "a recipe"), executor).failed == {}
+        assert sweeps.run_sweep(parse(SweepRecipe, values, "a recipe"), executor).failed == {}
         assert executor.begun == want
 
 
@@ -136,14 +136,14 @@ def test_figures_of_quality_are_used_again_on_another_machine_and_speeds_are_not
     speed = parse(SweepRecipe, speed.model_dump() | {"evaluation": fast}, "a recipe")
     first = Here()
     for given in (quality, speed):
-        assert sweeps.run(given, first).failed == {}
+        assert sweeps.run_sweep(given, first).failed == {}
     assert all(1e8 < (memory or 0) < 5e9 for memory in first.memory.values()), first.memory  # as is forecast
     hardware = Hardware(cpu="Other CPU", cores=64, memory_bytes=1 << 40)
     monkeypatch.setattr("quantkit.evaluation.evaluate.this_machine", lambda: hardware)
     again = Here()
-    sweeps.run(quality, again)
+    sweeps.run_sweep(quality, again)
     assert again.begun == []
-    sweeps.run(speed, again)
+    sweeps.run_sweep(speed, again)
     assert again.begun == ["one.source", "one.rtn-4"]
 
 
@@ -188,7 +188,7 @@ def test_what_measures_the_machine_is_alone_on_it(models, tmp_path, monkeypatch)
         recipe = recipe_of(models, ["rtn:4", "rtn:8"], tmp_path / probes[1])
         recipe = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"probes": probes})})
         monkeypatch.setattr(sweeps, "_sheet", lambda *_: None)
-        sweeps.run(recipe, Recording(slots=3))
+        sweeps.run_sweep(recipe, Recording(slots=3))
         judging = [names for names in together if any(not name.endswith("convert") for name in names)]
         assert max(map(len, judging)) == most
 
@@ -251,7 +251,7 @@ def test_paths_of_a_recipe_hold_in_the_folder_of_the_command(models, tmp_path, m
     recipe = recipe_of(["here"], ["rtn:4"], "out")
     text = {"text": "text.txt"}
     values = {key: recipe.model_dump()[key] | text for key in ("calibration", "evaluation")}
-    outcome = sweeps.run(parse(SweepRecipe, recipe.model_dump() | values, "a recipe"), Elsewhere())
+    outcome = sweeps.run_sweep(parse(SweepRecipe, recipe.model_dump() | values, "a recipe"), Elsewhere())
     assert outcome.failed == {}
     assert outcome.sheet.columns == ["bfloat16", "rtn-4"]
     assert Path("out/models/here/reports/rtn-4.json").is_file()
@@ -263,7 +263,7 @@ def test_why_a_process_ended_before_it_began_its_task_is_told(models, tmp_path):
             task.log.write_text("nothing to say\nerror: RecipeError: it does not exist\n\n", encoding="utf-8")
             return 1
 
-    outcome = sweeps.run(recipe_of(models[:1], ["rtn:4"], tmp_path), Broken())
+    outcome = sweeps.run_sweep(recipe_of(models[:1], ["rtn:4"], tmp_path), Broken())
     why = "its process ended with exit code 1: RecipeError: it does not exist (log: "
     assert outcome.failed["one.source"].startswith(why)
     assert outcome.failed["one.rtn-4"] == "not tried: one.source failed"
@@ -281,7 +281,7 @@ def test_a_task_whose_machine_is_lost_is_started_again_once(models, tmp_path):
     for times, code in ((1, 0), (2, LOST)):
         said, executor = [], Losing()
         recipe = recipe_of(models[:1], (), tmp_path / str(times))
-        outcome = sweeps.run(recipe, executor, Progress(speaker=said.append))
+        outcome = sweeps.run_sweep(recipe, executor, Progress(speaker=said.append))
         assert executor.begun == ["one.source"] * 2
         assert said[1] == "one.source: lost on node-7; it is started again"
         assert said[-1] == ("one.source: failed: lost on node-7" if code else "one.source: done")

@@ -25,7 +25,7 @@ from quantkit.formats.gguf.file_types import IQ_MIXES
 from quantkit.formats.source import open_source
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec
-from quantkit.system.modules import lacks
+from quantkit.system.modules import missing_modules
 
 # A method for each format that needs no calibration, and its options.
 MADE_BY = {
@@ -143,6 +143,8 @@ def test_it_opens_verifies_and_reads_back_every_tensor_of_the_source(artifact, o
 def test_its_engines_agree(artifact):
     model = Model(artifact, None)
     engines = find_format(artifact.manifest.format).engines
-    perplexities = {name: perplexity(model, name) for name in engines if not lacks((find_engine(name).module,))}
+    perplexities = {
+        name: perplexity(model, name) for name in engines if not missing_modules((find_engine(name).module,))
+    }
     assert all(math.isfinite(value) for value in perplexities.values())
     assert max(perplexities.values()) < 1.03 * min(perplexities.values()), perplexities

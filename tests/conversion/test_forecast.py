@@ -29,9 +29,9 @@ from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import OutputError, ResourceError
 from quantkit.formats.gguf import writer
 from quantkit.progress import Progress
-from quantkit.report.table import megabytes
 from quantkit.system.files import sha256_of
 from quantkit.system.memory import peak_rss_bytes
+from quantkit.system.sizes import megabytes
 
 M = 1_000_000
 # A forecast may miss a measured peak by a quarter of what the work took, and by these bytes: libraries that are in

@@ -19,7 +19,7 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
 from quantkit.recipe import EngineSpec, ModelRef
-from quantkit.serving.servers import plan
+from quantkit.serving.servers import plan_server
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -117,4 +117,4 @@ def test_a_server_is_not_given_a_model_that_no_file_holds(one_block, tmp_path):
     adapter = save_adapter(tmp_path / "a", tensors, base_model_name_or_path=str(one_block))
     for model in (adapter, renamed(one_block, tmp_path / "renamed", "other.safetensors")):
         with pytest.raises(UnsupportedError, match=r"no server takes .*--method float"):
-            plan(str(model), "vllm")
+            plan_server(str(model), "vllm")

@@ -20,7 +20,7 @@ from quantkit.artifact import CARD, MANIFEST, open_artifact
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, HubError, RecipeError
-from quantkit.publishing.push import plan
+from quantkit.publishing.push import plan_push
 from quantkit.publishing.results import BENCHMARKS
 from quantkit.report.card import write_card
 
@@ -98,7 +98,7 @@ def uploaded(made, name):
 
 
 def test_the_card_of_the_hub(artifact):
-    text = uploaded(plan(artifact, REPO, base_model="someone/tiny"), CARD)
+    text = uploaded(plan_push(artifact, REPO, base_model="someone/tiny"), CARD)
     card = ModelCard(text)  # the hub's own reader
     assert card.data.base_model == "someone/tiny"
     assert card.data.to_dict()["base_model_relation"] == "quantized"
@@ -114,7 +114,7 @@ def test_the_card_of_the_hub(artifact):
     assert "| tiny | KLD from source |" in text
     assert str(artifact.folder.parent) not in text
     # A source that was a folder is no base model.
-    made = plan(artifact, REPO)
+    made = plan_push(artifact, REPO)
     metadata = ModelCard(uploaded(made, CARD)).data.to_dict()
     assert not {"base_model", "base_model_relation"} & set(metadata)
     [note] = made.notes
@@ -237,7 +237,7 @@ def test_bytes_that_change_after_the_check_are_refused(artifact, hub, monkeypatc
         return right(*arguments)
 
     monkeypatch.setattr("quantkit.publishing.push.send", changed)
-    with pytest.raises(HubError, match="other bytes than were announced"):
+    with pytest.raises(HubError, match="has changed since it was verified"):
         push(artifact, REPO, create=True)
     assert set(hub.repositories[REPO].files) == {".gitattributes"}
 

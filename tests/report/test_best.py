@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from made_up_reports import figure
 
-from quantkit.report.statistics import best, quantile
+from quantkit.report.statistics import best, student_t
 
 RANDOM = np.random.default_rng(0)
 COMMON = RANDOM.normal(100, 30, 12)  # what is hard for all copies
@@ -50,7 +50,7 @@ def test_repeats_are_compared_by_both_errors_and_students_t():
         figures = [figure("ms_per_token@1", 10 + more, stderr=0.1, n=5) for more in (0, gap)]
         assert best(figures) == expected
     for freedom, table in ((3, 3.182), (4, 2.776), (15, 2.131), (60, 2.000)):
-        assert quantile(freedom) == pytest.approx(table, abs=6e-4)
+        assert student_t(freedom) == pytest.approx(table, abs=6e-4)
 
 
 def test_sizes_are_exact_and_others_without_an_error_are_not_compared():

@@ -13,12 +13,12 @@ from tiny_models import changed_copy, fails, quantkit, succeeds
 
 from quantkit import convert, verify
 from quantkit.artifact import CARD
-from quantkit.cli.progress import shown
+from quantkit.cli.progress import progress_bars
 from quantkit.errors import SourceError
 from quantkit.report.card import END, front_matter, inherited_metadata
 from quantkit.report.records import ModelEntry
-from quantkit.report.table import Table, escaped
-from quantkit.serving.servers import plan
+from quantkit.report.table import Table, escape_markdown
+from quantkit.serving.servers import plan_server
 from quantkit.system.files import safe_name
 
 NAME = "a|b <img src=x onerror=alert(1)> `c` [d](http:e) *f*\n# g\x1b[31m &lt; [" + "/h]"
@@ -35,7 +35,7 @@ def shown_text(markdown):
 
 @pytest.mark.parametrize("text", [NAME, "<!-- x -->", "![a](b)", "a\\|b\u2028c \\<b>", "x" * 10_000])
 def test_a_text_of_others_is_text_in_markdown(text):
-    line = escaped(text)
+    line = escape_markdown(text)
     assert line.isprintable()
     assert len(line) < 5000
     content, kinds = shown_text(f"Word {line} word.")
@@ -48,7 +48,7 @@ def test_a_text_of_others_is_text_in_markdown(text):
         assert expected in " ".join(cells.split())
 
     for text in ("gptq-4 group_size=32", "meta-llama/Llama-3.1", "19 tensors: Q4_K -> Q5_0", "1.0 ± 0.5 %"):
-        assert escaped(text) == text
+        assert escape_markdown(text) == text
 
 
 def test_a_table_keeps_its_cells_whatever_names_hold():
@@ -75,7 +75,7 @@ def test_progress_holds_no_markup_and_no_control_characters(capsys, monkeypatch)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "1000")
     name = f"{NAME}\x1b]0;title\x07"
-    with shown() as progress:
+    with progress_bars() as progress:
         with progress.step(f"judging {name}", 3) as advance:
             advance(remark=f"remark {name}")
         progress.say(f"done with {name}")
@@ -102,7 +102,7 @@ def test_a_model_of_any_name_is_converted_and_its_card_holds(one_block):
 
 def test_a_command_and_a_file_take_no_name_for_an_option(one_block):
     shutil.copytree(one_block, "--trust-remote-code")
-    command = plan("./--trust-remote-code", "vllm").arguments
+    command = plan_server("./--trust-remote-code", "vllm").arguments
     assert command[command.index("--served-model-name") + 1] == "trust-remote-code"
     shutil.copytree(one_block, "$(touch made) ;x")
     line = quantkit("serve", "./$(touch made) ;x", "--engine", "sglang", "--print").out

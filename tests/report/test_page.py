@@ -23,7 +23,7 @@ from quantkit.report.card import convert_command
 from quantkit.report.page import WITHOUT_SUMS, histogram, page
 from quantkit.report.plot import points_of
 from quantkit.report.records import ModelEntry
-from quantkit.report.table import COLOURS, Table, joined, read_tables
+from quantkit.report.table import COLOURS, Table, join_tables, read_tables
 
 VOID = {"meta", "br"}
 RECIPES = [
@@ -170,7 +170,7 @@ def copies(*values):
         one = report(label, "gptq", 21.0, size, {1: speed})
         measured = [m.model_copy(update={"n": 9}) if m.name.startswith("ms_") else m for m in one.measurements]
         reports.append(diverging(one.model_copy(update={"measurements": tuple(measured)}), kld, 8, i))
-    return joined([("here", Table(tuple(reports)))])
+    return join_tables([("here", Table(tuple(reports)))])
 
 
 def test_the_first_sentence_names_what_was_asked_for():
@@ -185,7 +185,7 @@ def test_the_first_sentence_names_what_was_asked_for():
     poor = made.reports[1].model_copy(update={"measurements": tuple(
         m.model_copy(update={"value": 40.0}) if m.name == "perplexity" else m for m in made.reports[1].measurements
     )})  # fmt: skip
-    words = answer(page(joined([(None, Table((made.reports[0], poor)))])))
+    words = answer(page(join_tables([(None, Table((made.reports[0], poor)))])))
     assert "but its KLD is above 0.1 and its perplexity is 2.0 times the source's." in words
     words = answer(page(made, max_kld=0.0001, max_bytes=1e5))
     assert "no copy has a KLD of at most 0.0001; the nearest is large" in words
@@ -195,7 +195,7 @@ def test_the_first_sentence_names_what_was_asked_for():
     words = answer(page(made, max_kld=0.0505, max_bytes=1e6))
     assert ", with the limit inside its error." in words
     assert words.count("though not beyond the error of the difference") == 2
-    nothing = joined([(None, Table((report("bfloat16", None, 20.0, 2e6),)))])
+    nothing = join_tables([(None, Table((report("bfloat16", None, 20.0, 2e6),)))])
     assert answer(page(nothing)) == "No copy of tiny was measured."
 
 
@@ -221,7 +221,7 @@ def test_the_picture_has_every_figure_with_its_error(two, content):
     assert data["noise"] == dict.fromkeys(two.models, 0.0006)
     # Colours are those of the other picture, in the same order.
     assert "".join(f"--c{i}: {colour}; " for i, colour in enumerate(COLOURS)) in content
-    one = joined([(None, Table(tuple(two.variants(two.models[0]))))])
+    one = join_tables([(None, Table(tuple(two.variants(two.models[0]))))])
     at = [data_of(page(one))["methods"].index(point.method) for point in points_of(one, one.models[0]) if point.method]
     assert [point.colour for point in points_of(one, one.models[0]) if point.method] == [COLOURS[i] for i in at]
 
@@ -319,11 +319,11 @@ def test_no_figure_of_a_report_breaks_the_page(value):
             for m in one.measurements
         ]
         reports.append(one.model_copy(update={"measurements": tuple(measured)}))
-    made = page(joined([("\udc80", Table(tuple(reports)))]))
+    made = page(join_tables([("\udc80", Table(tuple(reports)))]))
     assert "<b>" not in json.dumps(data_of(made))
     assert saved(made, "table.csv").count("\\udc80") == len(reports) * len(reports[0].measurements)
     assert histogram([1e308, -1e308])["bars"].count("v-") == 1
-    made = page(joined([(None, Table((report("some", "gptq", None, 1e6),)))]))  # without divergence
+    made = page(join_tables([(None, Table((report("some", "gptq", None, 1e6),)))]))  # without divergence
     Reader(made)
     assert "No divergence from the source was measured." in made
 
@@ -347,6 +347,6 @@ def hostile(name):
         text = one.text.model_copy(update={"name": name})
         about = one.hardware.model_copy(update={"cpu": name})
         reports.append(diverging(one, kld, seed=i, text=text, hardware=about, notes=(name,)))
-    made = joined([(name, Table(tuple(reports)))])
+    made = join_tables([(name, Table(tuple(reports)))])
     artifacts = {name: Artifact(Path(name), manifest(name))}
     return page(made, artifacts, (name,), server=lambda _: name)

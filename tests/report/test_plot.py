@@ -8,7 +8,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from quantkit.report import plot
-from quantkit.report.table import COLOURS, Table, joined
+from quantkit.report.table import COLOURS, Table, join_tables
 
 # (label, method, perplexity, bits per weight) as a comparison of the built-in model measures them: close to each other.
 DEMO = (
@@ -26,7 +26,7 @@ def reports(model="tiny", shift=1.0):
 
 
 def table(*groups):
-    return joined((None, Table(tuple(group))) for group in groups)
+    return join_tables((None, Table(tuple(group))) for group in groups)
 
 
 def distance(point, box):

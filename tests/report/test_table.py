@@ -9,11 +9,11 @@ from made_up_reports import BASELINE, HARDWARE, TEXT, WINDOWS, diverging, figure
 from rich.console import Console
 from tiny_models import fails, quantkit, succeeds
 
-from quantkit.comparison.compare import draw_table, write_table
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.table import LEGEND, Table, joined, megabytes, read_tables, shared
+from quantkit.report.table import LEGEND, Table, join_tables, read_tables, shared_fields, write_table
+from quantkit.system.sizes import megabytes
 
 NOTE = "calibrated on 64 sequences (asked: 128; it holds no more) of a text"
 SOURCE = report("bfloat16", None, 20.0, 2e6, {1: 50.04, 2: 30.0}, engine="transformers")
@@ -155,7 +155,7 @@ def test_unlike_reports_are_refused_by_the_field_that_differs(record):
                     Table(reports)
     judged = next(iter(FULL.measurements)).model_copy(update={"name": "answers_seconds@1"})
     everything = FULL.model_copy(update={"measurements": (*FULL.measurements, judged)})
-    compared = {field for field, *_ in shared(everything, "")}
+    compared = {field for field, *_ in shared_fields(everything, "")}
     assert compared == {name for fields in COMPARED_FIELDS.values() for name in fields.values()}
 
 
@@ -170,7 +170,7 @@ def test_the_files_are_written(tmp_path):
     write_table(TABLE, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["table.csv", "table.json", "table.md"]
     assert (folder / "table.md").read_text(encoding="utf-8") == MARKDOWN
-    svg, png = draw_table(TABLE, folder)
+    svg, png = draw(TABLE, folder)
     assert (svg.name, png.name) == ("perplexity-size.svg", "perplexity-size.png")
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = svg.read_text(encoding="utf-8")
@@ -251,11 +251,11 @@ SHEET = """\
 
 
 def test_models_stand_below_each_other_and_speeds_once_a_machine():
-    sheet = joined([(None, HERE), (None, LARGE), ("the card", THERE)])
+    sheet = join_tables([(None, HERE), (None, LARGE), ("the card", THERE)])
     assert sheet.models == ["tiny", "large"]
     assert list(dict.fromkeys(sheet.machines)) == ["Test CPU", "the card"]
     assert sheet.to_markdown().startswith(SHEET)
-    alone = joined([(None, HERE), (None, LARGE)]).rows("tiny")
+    alone = join_tables([(None, HERE), (None, LARGE)]).rows("tiny")
     assert "ms/token @ 1 thread" in [row.title for row in alone]  # one machine is not named
 
 
@@ -266,7 +266,7 @@ def test_notes_of_several_models_name_theirs_and_stand_there_once():
         (SOURCE, report("gptq-4", "gptq", 21.5, 0.6e6, notes=(NOTE,)), report("rtn", "rtn", 30.0, 1e6, notes=(NOTE,)))
     )
     for full, short in ((False, "calibrated on 64 sequences"), (True, NOTE)):
-        notes = joined([(None, here), (None, large)]).notes(full)
+        notes = join_tables([(None, here), (None, large)]).notes(full)
         assert [note for note in notes if "calibrated" in note] == [f"tiny (gptq-4, rtn), large (gptq-4): {short}."]
         assert "large (gptq-4): of large alone." in notes
         assert len([note for note in notes if note.startswith("large: Perplexity")]) == 1
@@ -276,15 +276,15 @@ def test_notes_of_several_models_name_theirs_and_stand_there_once():
 def test_two_files_of_one_name_on_one_machine_are_refused():
     other = GPTQ.model_copy(update={"model": GPTQ.model.model_copy(update={"digest": "other"})})
     with pytest.raises(ReportError, match="two different files are called gptq-4 on Test CPU"):
-        joined([(None, HERE), (None, Table((SOURCE, other)))])
-    notes = joined([(None, HERE), ("b", Table((SOURCE, other)))]).notes()
+        join_tables([(None, HERE), (None, Table((SOURCE, other)))])
+    notes = join_tables([(None, HERE), ("b", Table((SOURCE, other)))]).notes()
     assert "tiny, gptq-4: the files on b are others than those on Test CPU." in notes
 
 
 def test_a_figure_that_machines_do_not_agree_on_is_told():
     def told(value):
         there = Table((SOURCE, report("gptq-4", "gptq", value, 0.6e6)))
-        return [n for n in joined([("a", HERE), ("b", there)]).notes() if n.startswith("tiny, gptq-4")]
+        return [n for n in join_tables([("a", HERE), ("b", there)]).notes() if n.startswith("tiny, gptq-4")]
 
     assert told(21.5 * (1 + 1e-5)) == []
     assert told(21.6) == ["tiny, gptq-4: perplexity is 21.50 ± 1.07 on a and 21.60 ± 1.08 on b."]
@@ -296,12 +296,12 @@ def test_unlike_tables_are_refused_by_the_field_that_differs():
         machine = Table((report("bfloat16", None, 20.0, 2e6, {1: 5.0}, **changes),))
         for tables in ([(None, HERE), (None, large)], [(None, HERE), (None, LARGE), ("b", machine)]):
             with pytest.raises(ReportError, match=f"their {field} differs"):
-                joined(tables)
+                join_tables(tables)
     for field, changes in (("windows", {"windows": 5}), ("tokens", {"tokens_sha256": "ee" * 32})):
         machine = Table((SOURCE.model_copy(update={"windows": WINDOWS.model_copy(update=changes)}),))
         with pytest.raises(ReportError, match=f"of tiny on Test CPU and .* of tiny on b cannot .* their {field} diff"):
-            joined([(None, HERE), ("b", machine)])
-        assert joined([(None, HERE), (None, Table((of_model(machine.reports[0], "large"),)))])  # another tokenizer
+            join_tables([(None, HERE), ("b", machine)])
+        assert join_tables([(None, HERE), (None, Table((of_model(machine.reports[0], "large"),)))])  # another tokenizer
 
 
 def test_other_answers_are_unlike_and_prices_are_not():
@@ -310,9 +310,9 @@ def test_other_answers_are_unlike_and_prices_are_not():
         spec = EvaluationSpec(max_tokens=tokens, price_per_hour=price)
         return Table((SOURCE.model_copy(update={"measurements": figures, "settings": spec}),))
 
-    assert joined([("a", of(200, 1.0)), ("b", of(200, 2.0))])
+    assert join_tables([("a", of(200, 1.0)), ("b", of(200, 2.0))])
     with pytest.raises(ReportError, match=r"their max_tokens differs .200 and 100.\."):
-        joined([("a", of(200, 1.0)), ("b", of(100, 1.0))])
+        join_tables([("a", of(200, 1.0)), ("b", of(100, 1.0))])
 
 
 def test_tables_and_reports_are_joined_by_the_command(tmp_path):
@@ -325,7 +325,7 @@ def test_tables_and_reports_are_joined_by_the_command(tmp_path):
     ended = succeeds("table", *words, "--out", out, "--json", tmp_path / "sheet.json")
     for part in ("tiny", "large", "ms/token @ 4 threads, the card", "21.50", "Hardware: Other CPU", "0.6 MB *"):
         assert part in ended.out
-    assert (out / "table.md").read_text() == joined(
+    assert (out / "table.md").read_text() == join_tables(
         [(None, HERE), ("the card", THERE), (None, Table(LARGE.reports[:1]))]
     ).to_markdown()
     assert sorted(path.name for path in out.iterdir()) == [
@@ -342,7 +342,7 @@ def test_what_is_no_table_is_told(tmp_path):
         ended = fails("table", tmp_path / "sheet.json", says=told)
         assert ended.out == ""
         assert len(ended.err.splitlines()) == 1
-    (tmp_path / "sheet.json").write_text(joined([(None, HERE), ("the card", THERE)]).to_json())
+    (tmp_path / "sheet.json").write_text(join_tables([(None, HERE), ("the card", THERE)]).to_json())
     for place, told in (
         (tmp_path, "holds no table.json"),
         (f"other={tmp_path / 'sheet.json'}", "holds tables of several machines"),

@@ -23,18 +23,18 @@ from quantkit.recipe import LoadTestSpec
 from quantkit.serving import servers
 from quantkit.serving.client import OK, Endpoint
 from quantkit.serving.launch import serving
-from quantkit.serving.load_test import load
-from quantkit.serving.servers import SERVERS, plan
+from quantkit.serving.load_test import run_load_test
+from quantkit.serving.servers import SERVERS, plan_server
 
 
 def serve_by_a_stand_in(port):
     """Let a small server that answers at once stand in for llama-cpp-python's, which takes seconds to start."""
 
     def planned(*given, **settings):
-        start = plan(*given, **settings)
+        start = plan_server(*given, **settings)
         return replace(start, arguments=answering(port), server=replace(start.server, modules=("http",)))
 
-    servers.plan = planned
+    servers.plan_server = planned
 
 
 def answers(port):
@@ -100,7 +100,9 @@ def test_the_real_server_is_measured_and_ends_while_it_answers(gguf):
         answers = []
         for api, concurrency in (("completions", 1), ("completions", 3), ("chat", 3)):
             spec = LoadTestSpec(requests=6, concurrency=concurrency, max_tokens=8, duration=60)
-            report = load(Endpoint(f"http://127.0.0.1:{port}/v1", "tiny", api), spec, ("the first", "the second"))
+            report = run_load_test(
+                Endpoint(f"http://127.0.0.1:{port}/v1", "tiny", api), spec, ("the first", "the second")
+            )
             assert report.counts == {OK: 6}, report.examples
             answers.append(report.find("tokens_per_answer").value)
         # No request cuts another one's answer off, as by this server's own default.
@@ -127,19 +129,22 @@ def test_an_address_that_is_taken_or_not_ours_is_refused(gguf):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        launch = plan(str(gguf.folder), port=taken.getsockname()[1])
+        launch = plan_server(str(gguf.folder), port=taken.getsockname()[1])
         with pytest.raises(OutputError, match="Give another --port"), serving(launch):
             pass
-    with pytest.raises(OutputError, match="cannot be listened on"), serving(plan(str(gguf.folder), host="203.0.113.7")):
+    with (
+        pytest.raises(OutputError, match="cannot be listened on"),
+        serving(plan_server(str(gguf.folder), host="203.0.113.7")),
+    ):
         pass
 
 
 def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare):
-    launch = plan(str(gguf.folder), python=python_in(bare), port=free_port())
+    launch = plan_server(str(gguf.folder), python=python_in(bare), port=free_port())
     says = r"lacks llama_cpp, .*pip install 'quantkit\[serve\]'"
     with pytest.raises(DependencyError, match=says), serving(launch):
         pass
-    with pytest.raises(DependencyError, match="cannot be run"), serving(plan(str(gguf.folder), python="/none")):
+    with pytest.raises(DependencyError, match="cannot be run"), serving(plan_server(str(gguf.folder), python="/none")):
         pass
     put_empty(packages_of(bare), *SERVERS["llamacpp"].modules)
     begin = time.monotonic()
@@ -158,17 +163,17 @@ def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare)
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(gguf, options, error, says):
     with pytest.raises(error, match=says):
-        plan(str(gguf.folder), **options)
+        plan_server(str(gguf.folder), **options)
 
 
 def test_what_vllm_and_exllama_do_not_load_is_refused(artifact_of):
     made = artifact_of("gptq", "4", sym=False, group_size=32)
     with pytest.raises(UnsupportedError, match="symmetric"):
-        plan(str(made.folder), "vllm")
+        plan_server(str(made.folder), "vllm")
     plain = artifact_of("gptq", "4", group_size=32)
-    assert plan(str(plain.folder)).server.name == "vllm"
+    assert plan_server(str(plain.folder)).server.name == "vllm"
     with pytest.raises(UnsupportedError, match="llama-cpp-python's server cannot serve gptq-4"):
-        plan(str(plain.folder), "llamacpp")
+        plan_server(str(plain.folder), "llamacpp")
 
 
 def test_each_command_is_shown(gguf, tiny):
@@ -183,5 +188,5 @@ def test_each_command_is_shown(gguf, tiny):
 
 def test_vllm_gets_the_asked_threads_and_a_store_that_fits(tiny, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    variables = plan(str(tiny), "vllm", threads=3).variables
+    variables = plan_server(str(tiny), "vllm", threads=3).variables
     assert variables == {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"}

@@ -14,7 +14,7 @@ from quantkit.data.prompts import PROMPTS
 from quantkit.errors import RecipeError
 from quantkit.recipe import LoadTestSpec
 from quantkit.serving.client import EXAMPLE_CHARACTERS, OK, UNFINISHED, Answer, Endpoint
-from quantkit.serving.load_test import load, measured, prompts_of
+from quantkit.serving.load_test import measured, prompts_of, run_load_test
 
 # Short only where that very limit is to strike: a busy machine may be late with anything.
 SHORT = {"first token timeout": {"ttft_timeout": 0.4}, "stalled": {"pause_timeout": 0.3}, "timeout": {"timeout": 0.8}}
@@ -27,7 +27,7 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\x00"
 
 
 def put(url, **settings):
-    return load(Endpoint(url, "tiny"), LoadTestSpec.model_validate({"duration": 30, "warm_up": 0, **settings}))
+    return run_load_test(Endpoint(url, "tiny"), LoadTestSpec.model_validate({"duration": 30, "warm_up": 0, **settings}))
 
 
 @pytest.mark.parametrize(("way", "kind"), [
@@ -117,7 +117,7 @@ def test_what_is_sent(api, text):
     """The warm-up does not count."""
     with faulty(status(500), good) as server:
         endpoint = Endpoint(server.url, "tiny", api, key="secret")
-        report = load(endpoint, LoadTestSpec(requests=1, max_tokens=5, warm_up=1), ("hello",))
+        report = run_load_test(endpoint, LoadTestSpec(requests=1, max_tokens=5, warm_up=1), ("hello",))
     assert len(server.seen) == 2
     assert report.counts == {OK: 1}
     body = server.seen[1]
@@ -132,7 +132,7 @@ def test_a_server_without_counts_is_told():
         report = put(server.url, requests=2)
     assert report.find("tokens_per_answer").value == 4
     assert report.find("total_tokens_per_second") is None
-    assert any("each piece of text was taken for one" in note for note in report.notes)
+    assert any("each piece of text counts as one" in note for note in report.notes)
 
 
 def test_the_figures_by_hand():
@@ -228,7 +228,7 @@ async def echo_as_event(server, out, _body):
 @pytest.mark.parametrize("way", [echo, echo_as_event, echo_at_the_edge])
 def test_a_key_that_a_server_repeats_is_not_stored(way):
     with faulty(way) as server:
-        report = load(Endpoint(server.url, "tiny", key=KEY), SPEC, ("a",))
+        report = run_load_test(Endpoint(server.url, "tiny", key=KEY), SPEC, ("a",))
     assert report.failed == 1
     text = report.model_dump_json()
     [example] = report.examples.values()
@@ -242,7 +242,7 @@ def test_a_key_that_a_server_repeats_is_not_stored(way):
 def test_a_password_that_a_server_repeats_is_not_stored():
     """It travels as Base64 of the pair of user and password."""
     with faulty(echo) as server:
-        report = load(Endpoint(server.url.replace("http://", f"http://me:{PASSWORD}@"), "tiny"), SPEC, ("a",))
+        report = run_load_test(Endpoint(server.url.replace("http://", f"http://me:{PASSWORD}@"), "tiny"), SPEC, ("a",))
     pair = b64encode(f"me:{PASSWORD}".encode()).decode()
     assert f"authorization: basic {pair}".lower() in server.headers[-1].lower()
     assert [example.lower() for example in report.examples.values()] == ["authorization: basic ***"]

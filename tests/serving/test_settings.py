@@ -13,7 +13,7 @@ from test_load_test import put
 from tiny_models import changed_copy, fails
 
 from quantkit.cli.options import out
-from quantkit.cli.serving import _show
+from quantkit.cli.serving import _print_load
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import LoadTestSpec
@@ -21,7 +21,7 @@ from quantkit.report.records import this_machine
 from quantkit.serving.client import OK, Answer
 from quantkit.serving.launch import serving
 from quantkit.serving.load_test import FIRST_REST, LONGEST_REST, LoadReport, measured
-from quantkit.serving.servers import plan
+from quantkit.serving.servers import plan_server
 
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
@@ -42,10 +42,10 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_artifact_that_its_manifest_denies_is_not_served(change, gguf, tmp_path):
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
-    assert plan(str(folder)).server.name == "llamacpp"
+    assert plan_server(str(folder)).server.name == "llamacpp"
     CHANGES[change](folder)
     with pytest.raises(ArtifactError):
-        plan(str(folder))
+        plan_server(str(folder))
     assert fails("serve", folder, "--print", says="ArtifactError").out == ""
 
 
@@ -53,17 +53,17 @@ def test_an_artifact_that_its_manifest_denies_is_not_served(change, gguf, tmp_pa
 def test_the_context_is_the_model_s_and_at_most_4096_where_none_is_asked_for(longest, wanted, tiny, tmp_path):
     source = changed_copy(tiny, tmp_path / "model", max_position_embeddings=longest)
     for engine, option in (("vllm", "--max-model-len"), ("sglang", "--context-length"), ("tgi", "--max-total-tokens")):
-        arguments = plan(str(source), engine).arguments
+        arguments = plan_server(str(source), engine).arguments
         assert arguments[arguments.index(option) + 1] == str(wanted)
-    assert str(longest) in plan(str(source), n_ctx=longest).arguments  # more, where that is asked for
+    assert str(longest) in plan_server(str(source), n_ctx=longest).arguments  # more, where that is asked for
     for n_ctx, says in ((longest + 1, f"has at most {longest}"), (0, "n_ctx = 0"), (-1, "n_ctx = -1")):
         with pytest.raises(RecipeError, match=says):
-            plan(str(source), n_ctx=n_ctx)
+            plan_server(str(source), n_ctx=n_ctx)
 
 
 def test_the_context_of_a_gguf_is_given_to_its_server(gguf):
     for engine, option in (("llamacpp", "--n_ctx"), ("llama-server", "--ctx-size")):
-        arguments = plan(str(gguf.folder), engine).arguments
+        arguments = plan_server(str(gguf.folder), engine).arguments
         assert int(arguments[arguments.index(option) + 1]) == gguf.manifest.source.config["max_position_embeddings"]
 
 
@@ -77,7 +77,7 @@ def test_load_tests_and_waiting_go_past_proxies(gguf, monkeypatch):
         assert put(server.url, requests=2).counts == {OK: 2}
     monkeypatch.setattr("quantkit.serving.launch.START_LIMIT", 60.0)
     port = free_port()
-    launch = replace(plan(str(gguf.folder), port=port), arguments=answering(port))
+    launch = replace(plan_server(str(gguf.folder), port=port), arguments=answering(port))
     with serving(launch) as child:
         assert child.poll() is None
     assert child.poll() is not None
@@ -121,7 +121,7 @@ def test_what_is_printed_are_the_measured_percentiles():
         counts={OK: 5}, examples={}, notes=(), measurements=tuple(measured(answers, 30.0, 1, None)),
     )  # fmt: skip
     with out.capture() as printed:
-        _show(report)
+        _print_load(report)
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in printed.get().splitlines()]
     assert ["", "median", "p90", "p99"] in rows
     for title, factor in (("time to first token, ms", 1), ("time per output token, ms", 0.5), ("whole answer, ms", 2)):

@@ -13,7 +13,7 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import prepare
 from quantkit.formats.source import open_model, open_source
 from quantkit.recipe import EngineSpec, EvaluationSpec
-from quantkit.system.device import described, find_device
+from quantkit.system.device import device_label, find_device
 
 if REAL is not None:
     pytest.skip("this machine has a GPU, beside which none can be pretended", allow_module_level=True)
@@ -32,7 +32,7 @@ def test_auto_is_the_device_that_torch_has_else_the_processor():
     with pretended_device():
         found = [find_device(name) for name in ("auto", "cpu", "card", "card:0")]
         assert found == ["card", "cpu", "card", "card:0"]
-        assert described("card") == "card"
+        assert device_label("card") == "card"
 
 
 @pytest.mark.parametrize("name", ["cuda", "card:1", "card:x", "gpu", ""])

@@ -15,7 +15,7 @@ from quantkit.formats.gguf.imatrix import write_imatrix
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.progress import Progress
 from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, ModelRef, parse
-from quantkit.system.device import described, find_device
+from quantkit.system.device import device_label, find_device
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import path_of
 
@@ -48,7 +48,7 @@ def make_imatrix(
     plan = make_plan(source, asked.bits)
     tokens = draw_tokens(source.tokenizer(), recipe.calibration, recipe.seed, source.config)
     job = CheckedJob.of(asked, Checked(plan), tokens)
-    progress.say(f"device: {described(device)}")
+    progress.say(f"device: {device_label(device)}")
     with temporary_folder(out.absolute().parent) as folder:
         importance = plan.with_same_inputs(measure_importance(job, Run(folder, progress)))
         write_imatrix(folder / "made", importance, plan, tokens)
