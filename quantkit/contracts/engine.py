@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
@@ -15,6 +15,7 @@ from quantkit.system.device import CPU
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 # Process variables of the libraries that multiply for several engines: oneDNN and MKL.
@@ -39,6 +40,25 @@ class LoadedModel(Protocol):
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
         """Yield `count` greedy tokens after the prompt `ids`, one by one as they are made."""
+
+
+@runtime_checkable
+class ThreadedModel(LoadedModel, Protocol):
+    """A loaded model that can change its number of threads."""
+
+    def set_threads(self, threads: int) -> None:
+        """Compute on so many threads from now on."""
+
+
+@runtime_checkable
+class StatesModel(LoadedModel, Protocol):
+    """A loaded model in torch that also gives its hidden states, from which a baseline is made."""
+
+    def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
+        """Yield (n, D) of each window in order: what goes into the output layer at its scored positions."""
+
+    def to(self, dtype: str) -> None:
+        """Change the type that the model computes in."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +112,11 @@ class Engine:
     `module` is what its interpreter must have; `install` says how to get it. refuse(dtype) raises for a dtype that it
     does not have. find_device(asked) returns the device that it computes on in this interpreter for auto, cpu or
     cuda:1, or raises RecipeError; refuse_model(model, dtype, device) raises for a model that it would compute wrongly
-    or not at all. Process variables that begin with one of `variables` change what it computes. `set_threads` changes
-    the number of threads of a loaded model; without it each number gets a process of its own. `reads_values`: it can
-    compute with the values of a source of floats, not only with the files in its folder. holds(stats, dtype) returns
-    the bytes that the weights take in memory on a CPU; without it the memory is not estimated. `walks`: it can compute
-    windows with one decoder block's weights in memory at a time.
+    or not at all. Process variables that begin with one of `variables` change what it computes. `sets_threads`: it
+    loads a ThreadedModel; without it each number of threads gets a process of its own. `in_torch`: it loads a
+    StatesModel, whose logits come a few positions at a time. holds(stats, dtype) returns the bytes that the weights
+    take in memory on a CPU; without it the memory is not estimated. `walks`: it can compute windows with one decoder
+    block's weights in memory at a time.
     `process`: whether a new interpreter evaluates, or a fork of one that has imported torch and transformers, which
     saves time (system/forking.py). `both` is for an engine that needs neither, whose memory and speed are its own then:
     only the divergence, which needs the source's output layer, is measured in a fork.
@@ -111,8 +131,8 @@ class Engine:
     refuse: Callable[[str | None], None] = lambda _dtype: None
     refuse_model: Callable[[Model, str | None, str], None] = lambda _model, _dtype, _device: None
     variables: tuple[str, ...] = KERNEL_VARIABLES
-    set_threads: Callable[[Any, int], None] | None = None
-    reads_values: bool = False
+    sets_threads: bool = False
+    in_torch: bool = False
     walks: bool = False
     process: Literal["new", "forked", "both"] = "new"
     holds: Callable[[WeightStats, str | None], int] | None = None

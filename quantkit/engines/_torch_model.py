@@ -62,8 +62,7 @@ class TorchModel:
     def _here(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(ids).to(self._model.device)
 
-    @staticmethod
-    def set_threads(_model: object, threads: int) -> None:
+    def set_threads(self, threads: int) -> None:
         """Have torch compute on so many threads from now on."""
         torch.set_num_threads(threads)
 

@@ -168,5 +168,5 @@ ENGINE = Engine(
     refuse=_refuse,
     process="both",
     variables=("GGML_", *KERNEL_VARIABLES),
-    set_threads=LlamaModel.set_threads,
+    sets_threads=True,
 )

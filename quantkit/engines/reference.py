@@ -319,8 +319,8 @@ ENGINE = Engine(
     refuse=lambda dtype: refuse_dtype("reference", dtype, DTYPES),
     process="forked",
     variables=("ATEN_", *KERNEL_VARIABLES),
-    set_threads=TorchModel.set_threads,
-    reads_values=True,
+    sets_threads=True,
+    in_torch=True,
     walks=True,
     holds=_holds,
 )

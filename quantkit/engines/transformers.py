@@ -86,7 +86,7 @@ ENGINE = Engine(
     refuse_model=_refuse_misread,
     process="forked",
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
-    set_threads=TorchModel.set_threads,
-    reads_values=True,
+    sets_threads=True,
+    in_torch=True,
     holds=_holds,
 )

@@ -19,11 +19,12 @@ from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.contracts.engine import StatesModel
 from quantkit.contracts.windows import Cut, alike, positions_in
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.scores import score
@@ -36,6 +37,8 @@ from quantkit.system.files import replace_text, sha256_of
 from quantkit.untrusted import read_object, told
 
 if TYPE_CHECKING:
+    import torch
+
     from quantkit.models.output_head import OutputHead
 
 FORMAT = 1
@@ -190,7 +193,7 @@ def open_baseline(key: str, source: Source) -> Baseline:
     return Baseline(files, facts, source)
 
 
-def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: Callable[..., None]) -> None:
+def make(files: BaselineFiles, source: Source, loaded: StatesModel, cut: Cut, advance: Callable[..., None]) -> None:
     """Compute the states of all scored positions with `loaded`, a model of `source` in torch; in bfloat16 afterwards.
 
     The floors are measured on the first windows of the text. Called with the lock held. Raises EngineError if the
@@ -230,7 +233,7 @@ def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: C
     replace_text(files.facts, facts.model_dump_json(indent=2) + "\n")
 
 
-def _arrays(states: Any) -> Iterator[NDArray[np.float32]]:
+def _arrays(states: Iterator[torch.Tensor]) -> Iterator[NDArray[np.float32]]:
     return (each.float().numpy() for each in states)
 
 
@@ -244,7 +247,7 @@ def _halved(source: Source, states: NDArray[np.float32]) -> NDArray[np.float16]:
     return halves
 
 
-def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
+def _floors(head: SourceHead, loaded: StatesModel, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
     """Return what float16 and bfloat16 cost on the first windows, whose (n, D) states are `exact`.
 
     The model is in bfloat16 afterwards.

@@ -16,12 +16,14 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine, find_format
 from quantkit.errors import DependencyError, RecipeError
 from quantkit.formats._quantization_config import quantization_of
+from quantkit.models.source import Source
 from quantkit.recipe import EngineSpec, parse
 from quantkit.report.records import EngineEntry
 from quantkit.system.device import CPU, described, find_device
 from quantkit.system.interpreter import look
 
 REFERENCE = "reference"  # our own reader
+BASELINE_DTYPE = "float32"
 # What quantkit itself imports in a process that evaluates, and the packages that bring it.
 NEEDED = {
     name: name
@@ -70,11 +72,10 @@ class ChosenEngine:
 
 def refusal(engine: Engine, model: Model) -> str | None:
     """Return the reason why an engine cannot open a model, or None."""
-    if model.source is not None and not model.source.own_files:
-        takes = engine.reads_values and (model.format == "float" or engine.name == REFERENCE)
-        if not takes:
-            return f"{NOT_ITS_FILES}, or take --engine {REFERENCE}"
     stored = find_format(model.format)
+    takes_values = engine.name == REFERENCE or stored.loaded_by(engine.name).values
+    if model.source is not None and not model.source.own_files and not takes_values:
+        return f"{NOT_ITS_FILES}, or take --engine {REFERENCE}"
     if reason := stored.refusals(quantization_of(model.folder)).get(engine.name):
         return reason
     return None if engine.name in stored.engines else engine.opens
@@ -102,6 +103,14 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
     return ChosenEngine(
         found.name, version, spec.dtype, python, device, spec.device, named=spec.engine is not None
     )  # fmt: skip
+
+
+def choose_for_baseline(source: Source, asked_device: str) -> ChosenEngine:
+    """Return the engine that computes the baseline of a source: in torch, in this interpreter."""
+    loading = find_format(source.format).loading
+    name = next((name for name, how in loading.items() if how.values), REFERENCE)
+    version, device = require(find_engine(name)), own_device(asked_device)
+    return ChosenEngine(name, version, BASELINE_DTYPE, sys.executable, device, asked_device)
 
 
 def own_device(asked: str) -> str:

@@ -22,16 +22,8 @@ from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError
 from quantkit.evaluation.baseline import NOISE_WINDOWS, BaselineFiles, ensure, key_of, resume_folder
-from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, choose, own_device, require
-from quantkit.evaluation.memory import (
-    FLOAT32,
-    MemoryPlan,
-    dims_of,
-    disk_of,
-    plan_memory,
-    source_head_bytes,
-    wave_tokens,
-)
+from quantkit.evaluation.engine_choice import BASELINE_DTYPE, ChosenEngine, choose, choose_for_baseline
+from quantkit.evaluation.memory import MemoryPlan, dims_of, disk_of, plan_memory, source_head_bytes, wave_tokens
 from quantkit.evaluation.probes import PROBES, find_probe
 from quantkit.evaluation.process import BaselineRef, BaselineRequest, LoadRequest, MeasureRequest, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
@@ -70,12 +62,22 @@ def evaluate(
     Raises a QuantkitError; an engine that crashes ends as EngineError.
     """
     spec = spec_of(EvaluationSpec, settings, "evaluation", text=text, probes=tuple(probes))
-    opened, exact = open_with_source(model, source)
-    loaded = load_text(spec.text, "evaluation")
-    evaluation = prepare(opened, spec, loaded, choose(opened, engine), exact, memory or LIMITS)
+    evaluation = _open_and_prepare(model, source, spec, engine, memory)
     progress = progress or Progress()
     progress.say(f"device: {described(evaluation.engine.device)}")
     return measure(evaluation, progress)
+
+
+def _open_and_prepare(
+    model: str | Path | ModelRef | Artifact | Source,
+    source: str | Path | ModelRef | None,
+    spec: EvaluationSpec,
+    engine: str | EngineSpec | None,
+    memory: MemoryLimits | None,
+) -> Evaluation:
+    opened, exact = open_with_source(model, source)
+    text = load_text(spec.text, "evaluation")
+    return prepare(opened, spec, text, choose(opened, engine), exact, memory or LIMITS)
 
 
 def open_with_source(
@@ -148,7 +150,7 @@ class Evaluation:
         """The baseline of the source, whether or not it is there."""
         if self.source is None:
             return None
-        return BaselineRef(source=Model(None, self.source).ref, key=key_of(self.source, self.cut, FLOAT32))
+        return BaselineRef(source=Model(None, self.source).ref, key=key_of(self.source, self.cut, BASELINE_DTYPE))
 
     def stored_baseline(self) -> BaselineEntry | None:
         """The facts of the baseline, if it is there."""
@@ -198,25 +200,28 @@ def prepare(
         refuse_untrue(model.artifact)
     windows = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
     longer = note_beyond_context(model.config, windows.about.n_ctx, "windows")
-    notes: tuple[str, ...] = () if longer is None else (longer,)
+    notes = [] if longer is None else [longer]
     if model.artifact is not None and "perplexity" in spec.probes:
         notes += seen_notes(model.artifact.manifest.calibration, text, windows.windows, model.tokenizer())
     exact = _exact_source(model, source) if spec.divergence and "perplexity" in spec.probes else None
     if isinstance(exact, str):
-        notes, exact = (*notes, f"no divergence from the source: {exact}"), None
-    head = 0 if exact is None else source_head_bytes(exact)
-    plan, baseline_plan = plan_memory(model, engine, memory, windows.windows, head), None
-    if exact is not None and BaselineFiles(key_of(exact, windows, FLOAT32)).read_facts() is None:
-        name = "transformers" if exact.format == "float" else REFERENCE
-        device, version = own_device(engine.asked_device), require(find_engine(name))
-        by = ChosenEngine(name, version, FLOAT32, sys.executable, device, engine.asked_device)
-        what = "the source, for divergences,"
-        baseline_plan = plan_memory(Model(None, exact), by, memory, windows.windows, head, what)
+        notes.append(f"no divergence from the source: {exact}")
+        exact = None
+    plan = plan_memory(model, engine, memory, windows.windows, 0 if exact is None else source_head_bytes(exact))
+    baseline_plan = None if exact is None else _plan_baseline(exact, engine, memory, windows)
     if plan.engine.walk:
         spec, without = _without_generation(spec, named)
         notes += without
     notes += plan.notes + (() if baseline_plan is None else baseline_plan.notes)
-    return Evaluation(model, spec, text, plan.engine, windows, exact, plan, baseline_plan, notes)
+    return Evaluation(model, spec, text, plan.engine, windows, exact, plan, baseline_plan, tuple(notes))
+
+
+def _plan_baseline(source: Source, engine: ChosenEngine, memory: MemoryLimits, windows: Cut) -> MemoryPlan | None:
+    """Plan the computing of the baseline of a source; None if the baseline is stored."""
+    if BaselineFiles(key_of(source, windows, BASELINE_DTYPE)).read_facts() is not None:
+        return None
+    by, head = choose_for_baseline(source, engine.asked_device), source_head_bytes(source)
+    return plan_memory(Model(None, source), by, memory, windows.windows, head, "the source, for divergences,")
 
 
 def _without_generation(spec: EvaluationSpec, named: tuple[str, ...]) -> tuple[EvaluationSpec, tuple[str, ...]]:
@@ -276,14 +281,16 @@ def _requests(
     """What child processes are asked, one after the other, and whether each is forked."""
     spec, engine, baseline = evaluation.spec, evaluation.engine, evaluation.baseline
     found = find_engine(engine.name)
+
+    def request(probes: tuple[str, ...], threads: int, *further_threads: int) -> MeasureRequest:
+        return MeasureRequest(
+            load=LoadRequest(model=evaluation.model.ref, engine=engine, threads=threads), windows=str(windows),
+            spec=spec, probes=probes, further_threads=further_threads, baseline=baseline,
+            resume=str(resume_folder() / f"{fingerprint[:32]}.positions"), save=None if save is None else str(save),
+        )  # fmt: skip
+
     # The first number of threads is that of all figures; the others are for what depends on it.
     most, *others = sorted(spec.threads, reverse=True)
-    load = LoadRequest(model=evaluation.model.ref, engine=engine, threads=most)
-    first = MeasureRequest(
-        load=load, windows=str(windows), spec=spec, baseline=baseline,
-        further_threads=() if found.set_threads is None else tuple(others),
-        resume=str(resume_folder() / f"{fingerprint[:32]}.positions"), save=None if save is None else str(save),
-    )  # fmt: skip
     # What needs the source's output layer goes into a process of its own if the engine does not need torch.
     splits = found.process == "both" and engine.python == sys.executable and baseline is not None
     apart = tuple(name for name in spec.probes if splits and find_probe(name).needs_source)
@@ -291,11 +298,10 @@ def _requests(
     forked = found.process == "forked"
     for names, way in ((together, forked), (apart, True)):
         if names:
-            yield first.model_copy(update={"probes": names}), way
+            yield request(names, most, *(others if found.sets_threads else ())), way
     names = tuple(name for name in spec.probes if find_probe(name).per_threads)
-    for count in others if names and found.set_threads is None else ():
-        update = {"load": load.model_copy(update={"threads": count}), "probes": names}
-        yield first.model_copy(update=update), forked
+    for count in others if names and not found.sets_threads else ():
+        yield request(names, count), forked
 
 
 def _exact_source(model: Model, source: Source | None) -> Source | str | None:
@@ -386,11 +392,9 @@ def forecast(
             f"a forecast is of the probe perplexity, and {', '.join(asked.probes)} was asked for. Add it to the probes"
         )
     spec = asked.model_copy(update={"probes": ("perplexity",)})
-    opened, exact = open_with_source(model, source)
-    loaded = load_text(spec.text, "evaluation")
-    evaluation = prepare(opened, spec, loaded, choose(opened, engine), exact, memory or LIMITS)
-    plan, baseline, windows = evaluation.plan, evaluation.baseline_plan, evaluation.cut.windows
-    divergence = evaluation.source is not None
+    evaluation = _open_and_prepare(model, source, spec, engine, memory)
+    opened, plan, baseline = evaluation.model, evaluation.plan, evaluation.baseline_plan
+    windows, divergence = evaluation.cut.windows, evaluation.source is not None
     parts = [_part(opened.label, plan, _seconds(evaluation, opened, plan, 2 if divergence else 1))]
     if baseline is not None and evaluation.source is not None:
         more = 1 + min(NOISE_WINDOWS, len(windows)) / len(windows)  # which are computed in bfloat16, too

@@ -18,7 +18,7 @@ from quantkit.contracts.engine import Engine, WeightStats
 from quantkit.contracts.format import Format
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import BATCH_TOKENS, Window, positions_in, tokens_in
+from quantkit.contracts.windows import BATCH_TOKENS, Window, longest_in, positions_in, tokens_in
 from quantkit.errors import RecipeError, ResourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, own_device, require
 from quantkit.models.config import beside_states, open_config
@@ -29,8 +29,7 @@ from quantkit.system.memory import GROWTH, free_memory
 from quantkit.system.sizes import told_apart
 from quantkit.untrusted import told
 
-FLOAT32 = "float32"
-ITEM = {FLOAT32: 4, "bfloat16": 2, "float16": 2}
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 MB = 1_000_000
 PROCESS = 440 * MB  # libraries, once they have computed something
 OFFLOAD_BYTES = 20 * MB
@@ -142,9 +141,9 @@ def need_whole(
     """Return what a model takes that is loaded whole; `head` are bytes of the source's output layer."""
     if engine.holds is None:
         return MemoryNeed(engine.name, device=device)
-    tokens = max(len(window.ids) for window in windows)
+    tokens = longest_in(windows)
     # Engines that do not compute in torch give the logits of a window at once, which are copied.
-    logits = dims.logits if engine.reads_values else max(dims.logits, 2 * tokens * dims.vocabulary * 4)
+    logits = dims.logits if engine.in_torch else max(dims.logits, 2 * tokens * dims.vocabulary * 4)
     activations = dims.activations(tokens, ITEM.get(dtype or stats.dtype, 4))
     weights = engine.holds(stats, dtype) + activations + logits + head + GROWTH
     return MemoryNeed(engine.name, phases={"its weights": weights}, device=device)
@@ -156,7 +155,7 @@ def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...
 
     from quantkit.models.skeleton import open_skeleton
 
-    dims, item = dims_of(model.config), ITEM[engine.dtype or FLOAT32]
+    dims, item = dims_of(model.config), ITEM[engine.dtype or "float32"]
     sizes, layers = [], []
     for block in open_skeleton(model.config).blocks:
         sizes.append(sum(p.numel() for p in block.parameters()))
@@ -171,7 +170,7 @@ def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...
     reading = dims.head * stored
     later = own_head + head if tokens_in(windows) > wave else 0  # next to the next windows' blocks
     unpacking = max(layers, default=0) * (stored if plain else CODES)
-    activations = dims.activations(max(len(window.ids) for window in windows), item)
+    activations = dims.activations(longest_in(windows), item)
     phases = {
         "the embedding": states + later + rows * (stored + 2 * item) + (0 if plain else reading),
         "a decoder block": states + later + max(sizes) * item + unpacking + activations + GROWTH,
@@ -198,7 +197,7 @@ def wave_tokens(windows: tuple[Window, ...]) -> int:
     """Return the number of tokens that go through all blocks together in a walk."""
     from quantkit.calibration.passes import WAVE_TOKENS
 
-    return min(tokens_in(windows), max(WAVE_TOKENS, *(len(window.ids) for window in windows)))
+    return min(tokens_in(windows), max(WAVE_TOKENS, longest_in(windows)))
 
 
 def disk_of(windows: tuple[Window, ...], plans: list[MemoryPlan], dims: ModelDims, divergence: bool) -> int:

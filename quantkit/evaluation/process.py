@@ -67,7 +67,7 @@ class MeasureRequest(Frozen):
     load: LoadRequest
     windows: str
     spec: EvaluationSpec
-    probes: tuple[str, ...] = ()
+    probes: tuple[str, ...]
     further_threads: tuple[int, ...] = ()
     baseline: BaselineRef | None = None
     resume: str | None = None

@@ -45,8 +45,8 @@ def count_loaded(folders, out):
             loaded, before = None, settled()
             loaded = find_engine(engine).load(open_model(str(folder)), LoadSpec(threads, 64))
             counts[f"{engine} {threads}"] = count(engine, loaded, before)
-        if change := find_engine(engine).set_threads:
-            change(loaded, 2)
+        if find_engine(engine).sets_threads:
+            loaded.set_threads(2)
             counts[f"{engine} changed"] = count(engine, loaded, 0)
     out.write_text(json.dumps(counts))
     os._exit(0)  # as the worker ends: the engines' threads may abort an ordinary exit
