@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,15 +16,16 @@ from quantkit.numerics.matmul import products_everywhere
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedModel
 
 ROWS = 256  # positions that go through the output layer together
 PIECE_ROWS = 32  # of a piece: in float32 they stay in the processor's cache
 
 
 class TorchModel:
-    """Wraps `model`, a causal language model of transformers."""
+    """Wraps a causal language model of transformers."""
 
-    def __init__(self, model: Any, dtype: str, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: str, notes: tuple[str, ...] = ()) -> None:
         self._model, self.dtype, self.notes = model, dtype, notes
 
     def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Ct2Generator:
         open_ct2_model(folder / "model.bin")
         self._vocabulary = read_vocabulary(folder / "vocabulary.json")
         with told(f"CTranslate2 cannot open {folder}", EngineError):
-            self._generator: Any = ctranslate2.Generator(
+            self._generator = ctranslate2.Generator(
                 str(folder), device="cpu", compute_type=compute_type, intra_threads=threads, inter_threads=1
             )
         self.dtype = str(self._generator.compute_type)
@@ -123,7 +124,7 @@ class Ct2Generator:
             )
 
 
-def import_engine() -> Any:
+def import_engine() -> ModuleType:
     """The package ctranslate2; raises DependencyError."""
     try:
         import ctranslate2

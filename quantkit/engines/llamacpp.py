@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class LlamaModel:
 
     dtype = "the file's own types"
 
-    def __init__(self, library: Any, path: str, spec: LoadSpec) -> None:
+    def __init__(self, library: ModuleType, path: str, spec: LoadSpec) -> None:
         self._c = library
         self.notes: tuple[str, ...] = ()
         params = library.llama_model_default_params()
@@ -113,7 +114,7 @@ class LlamaModel:
                 position += 1
 
 
-def _silence(library: Any) -> None:
+def _silence(library: ModuleType) -> None:
     @library.llama_log_callback  # type: ignore[untyped-decorator]
     def quiet(level: int, text: bytes, _data: ctypes.c_void_p) -> None:
         if level == LOG_ERROR:
@@ -124,10 +125,10 @@ def _silence(library: Any) -> None:
 
 
 _SAID: list[str] = []  # llama.cpp's errors since a model was loaded
-_CALLBACKS: list[Any] = []  # ctypes callbacks must outlive the library's use of them
+_CALLBACKS: list[object] = []  # ctypes callbacks must outlive the library's use of them
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

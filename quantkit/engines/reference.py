@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ from quantkit.system.device import find_device
 from quantkit.system.memory import trim_heap
 from quantkit.untrusted import told
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 INT4_BITS = ("2", "3", "4")  # of codes that torch's int4 kernel takes, which computes in bfloat16
 NARROW = (torch.float16, torch.bfloat16)
@@ -84,7 +87,7 @@ class _Values(ABC):
         """A value outside the blocks."""
         return _dense(self.read(parameter))
 
-    def place(self, module: Any, prefix: str, name: str, dtype: torch.dtype) -> None:
+    def place(self, module: nn.Module, prefix: str, name: str, dtype: torch.dtype) -> None:
         """Put the parameter `prefix` + `name` into `module`, where it is `name`: codes on kernels, all else dense."""
         value = self.read(prefix + name)
         if (shape := tuple(module.get_parameter(name).shape)) != tuple(value.shape):
@@ -249,7 +252,7 @@ class WalkedModel(TorchModel):
             self._values.place(module, prefix, name, DTYPES[self.dtype])
         yield module.to(self._spec.device)  # its buffers
 
-    def _behind(self) -> Any:
+    def _behind(self) -> PreTrainedModel:
         """The model without its blocks', its embeddings' and its output layer's weights."""
         model = copy.deepcopy(self._skeleton.model)
         ends = model.get_input_embeddings(), model.get_output_embeddings(), *tables(model).values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -35,7 +34,8 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
         if model.source is not None and (model.source.text_prefixes is not None or not model.source.own_files):
             loaded, about = load_whole(model.source, dtype=spec.dtype or model.dtype, device_map=device)
         else:
-            kind = AutoModelForImageTextToText if is_multimodal(_config_of(model)) else AutoModelForCausalLM
+            config = read_object(model.folder / "config.json", EngineError, "Fetch it again.")
+            kind = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
             loaded, about = kind.from_pretrained(
                 model.folder,
                 dtype=spec.dtype or "auto",
@@ -55,10 +55,6 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
             leftovers(model.source, open_skeleton(model.source.config))  # refuses blocks beyond those of config.json
         notes = (f"transformers leaves out {len(unused)} tensors of the checkpoint, such as {unused[0]}",)
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
-
-
-def _config_of(model: Model) -> dict[str, Any]:
-    return read_object(model.folder / "config.json", EngineError, "Fetch it again.")
 
 
 def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from quantkit.untrusted import told
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+    from vllm import LLMEngine
 
     from quantkit.contracts.windows import Window
 
@@ -45,7 +47,7 @@ VARIABLES = {
 class VllmModel:
     """A loaded vLLM engine that holds one sequence at a time."""
 
-    def __init__(self, engine: Any, module: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
+    def __init__(self, engine: LLMEngine, module: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
         self._engine = engine
         self._module = module
         self.dtype = dtype
@@ -62,7 +64,7 @@ class VllmModel:
 
         seen: list[torch.Tensor] = []
 
-        def keep(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        def keep(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
             seen.append(output[: len(ids)].clone())
 
         handle = self._module.register_forward_hook(keep)
@@ -102,7 +104,7 @@ class VllmModel:
                 self._engine.step()
 
 
-def _import() -> Any:
+def _import() -> ModuleType:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: its memory is counted, its model can be asked
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
