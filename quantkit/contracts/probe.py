@@ -41,8 +41,8 @@ class ProbeJob:
     threads: int
     cut: Cut
     progress: Progress
+    resume: Path
     baseline: Callable[[], Baseline] | None = None
-    resume: Path | None = None
     save: Path | None = None
     n_ctx: int = 512
     loading_peak: int = 0

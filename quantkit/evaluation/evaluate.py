@@ -440,7 +440,9 @@ def _seconds(evaluation: Evaluation, model: Model, plan: MemoryPlan, heads: int)
         file = temp / "cut.npz"
         Cut(first, cut.about.model_copy(update={"windows": len(first)}), cut.sizes).save(file)
         load = LoadRequest(model=model.ref, engine=plan.engine, threads=max(evaluation.spec.threads))
-        request = MeasureRequest(load=load, windows=str(file), spec=evaluation.spec, probes=("perplexity",))
+        request = MeasureRequest(
+            load=load, windows=str(file), spec=evaluation.spec, probes=("perplexity",), resume=str(temp / "positions")
+        )
         try:
             result = run_child(request, temp, Progress(listen))
         except _StopTrial:

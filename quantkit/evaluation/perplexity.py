@@ -32,39 +32,39 @@ class ResumeFile:
     The whole file is replaced each time. What is damaged or cannot be written costs time and changes no figure.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path, self._next = path, 0.0
 
     def read(self) -> Positions:
         """Return what is stored; no positions if there is no such file, or its bytes are not those written."""
         data = b""
-        if self._path is not None:
-            with suppress(OSError):
-                data = self._path.read_bytes()
+        with suppress(OSError):
+            data = self._path.read_bytes()
         checksum, records = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
-        whole = (
-            checksum == zlib.crc32(records).to_bytes(CHECKSUM_BYTES, "little") and not len(records) % RECORD.itemsize
-        )
+        whole = checksum == _checksum(records) and not len(records) % RECORD.itemsize
         return np.frombuffer(records if whole else b"", RECORD)
 
     def write(self, parts: Sequence[Positions]) -> None:
         """Store all positions so far, unless writing has just taken more than its share of the time."""
-        if self._path is None or (begin := time.monotonic()) < self._next:
+        if (begin := time.monotonic()) < self._next:
             return
         records = np.concatenate(parts).tobytes()
         new = self._path.with_suffix(".new")
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_bytes(zlib.crc32(records).to_bytes(CHECKSUM_BYTES, "little") + records)
+            new.write_bytes(_checksum(records) + records)
             new.replace(self._path)
         end = time.monotonic()
         self._next = end + (end - begin) / WRITING_SHARE
 
     def remove(self) -> None:
         """Remove the file."""
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def _checksum(records: bytes) -> bytes:
+    return zlib.crc32(records).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _scored(job: ProbeJob, windows: Sequence[Window], position: int) -> Iterator[Positions]:

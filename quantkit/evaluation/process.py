@@ -68,9 +68,9 @@ class MeasureRequest(Frozen):
     windows: str
     spec: EvaluationSpec
     probes: tuple[str, ...]
+    resume: str
     further_threads: tuple[int, ...] = ()
     baseline: BaselineRef | None = None
-    resume: str | None = None
     save: str | None = None
 
 

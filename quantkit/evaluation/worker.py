@@ -74,7 +74,7 @@ def _measure(request: MeasureRequest, send: Send) -> None:
             cut=cut,
             progress=progress,
             baseline=None if request.baseline is None else partial(_open_baseline, request.baseline),
-            resume=None if request.resume is None else Path(request.resume),
+            resume=Path(request.resume),
             save=None if request.save is None else Path(request.save),
             n_ctx=n_ctx,
             loading_peak=loading_peak,

@@ -17,16 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.models.architectures import (
-    EXPERTS,
-    LEFT_ALONE,
-    MOVED,
-    MOVED_BESIDE,
-    RENAMED,
-    SPLIT,
-    WRITTEN,
-    ExpertNames,
-)
+from quantkit.models.architectures import ExpertNames, published_names
 
 # Linear layers whose weights the code around them reads itself, past the layer: with codes in them nothing runs.
 READ_OUTSIDE = ("dt_proj",)
@@ -61,13 +52,14 @@ def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.
 
 
 def left_alone(model: Any, block: nn.Module) -> set[str]:
-    """Linear layers that transformers keeps in float32 where a model is loaded in 16 bits, and those of `LEFT_ALONE`.
+    """The linear layers of a block, by name, that transformers keeps in float32 in a model of 16 bits, and those that
+    published checkpoints leave alone.
 
-    By their names in a block. They stay as they are: what computes with them is sensitive, and engines load them
-    unquantized. transformers' class names them by parts of a dotted name.
+    They stay as they are: what computes with them is sensitive, and engines load them unquantized. transformers' class
+    names them by parts of a dotted name.
     """
-    further = LEFT_ALONE.get(model.config.model_type)
-    own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, further)
+    alone = published_names(model.config.model_type).left_alone
+    own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, alone)
     parts = "|".join(re.escape(part) for names in own for part in names or ())
     kept = re.compile(rf"(?:^|\.)(?:{parts})(?:\.|$)")
     return {name for name, _ in _linears(block) if parts and kept.search(f"{name}.weight")}
@@ -104,23 +96,24 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
             model.set_submodule(path, linear)
             origins[f"{path}.weight"] = Origin(f"{path}.weight", (k, n), transposed=True)
         _take_buffers(module)
-    names = EXPERTS.get(kind, ExpertNames())
+    row = published_names(kind)
+    names = row.experts
     for index, block in enumerate(blocks):
         path = f"{blocks_path}.{index}."
         for place, module in [(name, part) for name, part in block.named_modules() if _is_stack(part, names)]:
             _replace_stack(block, path, place, Stack(module, names.sent), names, origins)
-        if kind in SPLIT:
-            split(block, path, SPLIT[kind], origins)
-        part, further = MOVED_BESIDE.get(kind, ("", ()))
-        for old, new in (*MOVED.get(kind, ()), *(further if hasattr(block, part) else ())):
+        if row.split:
+            split(block, path, row.split, origins)
+        part, further = row.moved_beside
+        for old, new in (*row.moved, *(further if hasattr(block, part) else ())):
             move(block, path, old, new, origins)
-        for name, written in WRITTEN.get(kind, ()):  # also found under the name that transformers writes
+        for name, written in row.written:  # also found under the name that transformers writes
             for own, parameter in block.named_parameters():
                 if own.startswith(f"{name}."):
                     other = f"{path}{written}{own.removeprefix(name)}"
                     origins.setdefault(f"{path}{own}", Origin(other, tuple(parameter.shape)))
-    if kind in RENAMED:
-        old, new = RENAMED[kind]
+    old, new = row.renamed
+    if old:
         place, _, leaf = old.rpartition(".")
         rename(model.get_submodule(place), place and f"{place}.", leaf, new.removeprefix(f"{place}."), origins)
         if model.base_model_prefix == old:
@@ -132,8 +125,8 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
 
 def renamed(kind: str, path: str) -> str:
     """The dotted path that a module of the model has after `hold_linears`."""
-    old, new = RENAMED.get(kind, ("", ""))
-    for here, there in MOVED.get(kind, ()):
+    old, new = published_names(kind).renamed
+    for here, there in published_names(kind).moved:
         path = re.sub(rf"(\.\d+\.){re.escape(here)}(?=\.|$)", rf"\g<1>{there}", path, count=1)
     return new + path.removeprefix(old) if old and path.startswith(f"{old}.") else path
 
