@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 from quantkit.models.skeleton import Skeleton
-from quantkit.models.stand_in import StandIn, stand_ins
+from quantkit.models.stand_in import Seen, StandIn, stand_ins
 from quantkit.models.unfuse import EXPERT, Experts
 
 Fused = Literal["", "qkv", "qkv_by_group", "kv_by_head", "gate_up"]
@@ -215,21 +214,11 @@ def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, in
     return total, len(left), sorted(set(left))
 
 
-@dataclass
-class _Seen:
-    """What a run of a block showed: modules in the order in which they end, their first inputs, and their outputs."""
-
-    order: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 def _proven(block: StandIn) -> list[Scaling]:
     values: dict[str, torch.Tensor] = dict(block.module.named_parameters())
     want = block.run(values)
-    seen = _watch(block, values)
     proven = []
-    for choice in _candidates(block, seen):
+    for choice in _candidates(block, block.watch()):
         proven += [one for one in choice if _same(block, values, [one], want) and _reach(block, values, one, want)][:1]
     for name, value in values.items():
         if name.rpartition(".")[0] in block.linears:
@@ -273,25 +262,7 @@ def _random_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
     return torch.pow(2.0, drawn).expand(shared, total // shared, -1).reshape(-1)
 
 
-def _watch(block: StandIn, values: dict[str, torch.Tensor]) -> _Seen:
-    seen = _Seen()
-
-    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if name not in seen.order:
-            seen.order[name] = len(seen.order)
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            seen.inputs |= {name: tensors[0]} if tensors else {}
-            seen.outputs |= {name: out} if isinstance(out, torch.Tensor) else {}
-
-    with ExitStack() as stack:
-        for name, module in block.module.named_modules():
-            hook: Any = lambda _module, args, kwargs, out, name=name: note(name, args, kwargs, out)  # noqa: E731
-            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-        block.run(values)
-    return seen
-
-
-def _candidates(block: StandIn, seen: _Seen) -> list[list[Scaling]]:
+def _candidates(block: StandIn, seen: Seen) -> list[list[Scaling]]:
     """Scalings to try, in the order in which they are searched; of each list the first that holds is taken."""
     choices: list[tuple[int, list[Scaling]]] = []
     fed: set[str] = set()
@@ -311,7 +282,7 @@ def _candidates(block: StandIn, seen: _Seen) -> list[list[Scaling]]:
     return [choice for _, choice in sorted(choices, key=lambda one: one[0])]
 
 
-def _readers(block: StandIn, seen: _Seen, norm: str, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _readers(block: StandIn, seen: Seen, norm: str, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The linear layers that read what a norm returns, those of experts first, and what else has a weight for it."""
     out, experts, layers, follow = seen.outputs[norm], [], [], []
     for name in seen.order:
@@ -330,7 +301,7 @@ def _readers(block: StandIn, seen: _Seen, norm: str, width: int) -> tuple[tuple[
     return (*experts, *layers), tuple(follow)
 
 
-def _linears_before(block: StandIn, seen: _Seen, name: str) -> list[Scaling]:
+def _linears_before(block: StandIn, seen: Seen, name: str) -> list[Scaling]:
     """What may take the inverse of a layer's scale: linear layers beside it that ran before, the latest first."""
     sizes = {layer: tuple(block.module.get_parameter(f"{layer}.weight").shape) for layer in block.linears}
     place = name.rpartition(".")[0]

@@ -82,9 +82,7 @@ class Skeleton:
 
 
 @importing()
-def open_skeleton(
-    config: dict[str, Any], attention: str | None = None, native: bool = False, settings: Any = None
-) -> Skeleton:
+def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = None) -> Skeleton:
     """Build the model of `config` without weights; raises UnsupportedError for what is no causal decoder.
 
     `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (unfuse.py).
@@ -97,6 +95,7 @@ def open_skeleton(
     settings = open_config(config) if settings is None else settings
     classes = config.get("architectures") or []
     causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in classes)
+    model_type = str(config.get("model_type", ""))
     kind = shown(config.get("model_type"))
     if getattr(settings, "is_decoder", True) is False and not causal:
         raise UnsupportedError(
@@ -107,7 +106,7 @@ def open_skeleton(
     def build(include_buffers: bool) -> Any:
         # Weights on no device would be drawn, too, which takes longer than all else.
         with init_empty_weights(include_buffers=include_buffers), no_init_weights():
-            return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)
+            return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
 
     with told(f"the architecture {kind} is no causal language model that transformers can build", UnsupportedError):
         if context_of(config) > LONG_CONTEXT:
@@ -121,9 +120,9 @@ def open_skeleton(
             if native:
                 return Skeleton(model, name)
             with running(settings, f"{type(model).__name__}, whose blocks are taken apart"):
-                origins = hold_linears(model, name, str(config.get("model_type", "")))
+                origins = hold_linears(model, name, model_type)
                 use_products(model)
-            return Skeleton(model, renamed(str(config.get("model_type", "")), name), origins)
+            return Skeleton(model, renamed(model_type, name), origins)
     raise UnsupportedError(f"no list of {count} decoder blocks was found in {type(model).__name__}")
 
 
@@ -150,10 +149,11 @@ def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | No
     return own or stored(origin.name) or (stored(origin.also) if origin.also else None), origin
 
 
-def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
-    """The checkpoint's name of a parameter, or of the stack that it is cut out of; raises UnsupportedError."""
-    if (stored := _place(source, skeleton, parameter)[0]) is not None:
-        return stored
+def _found(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str, Origin | None]:
+    """What `_place` returns; raises UnsupportedError if the checkpoint lacks the parameter."""
+    stored, origin = _place(source, skeleton, parameter)
+    if stored is not None:
+        return stored, origin
     kind = type(skeleton.model).__name__
     if parameter == weight_name(skeleton.model, skeleton.model.get_output_embeddings()):
         raise UnsupportedError(
@@ -169,9 +169,14 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
     )
 
 
+def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
+    """The checkpoint's name of a parameter, or of the stack that it is cut out of; raises UnsupportedError."""
+    return _found(source, skeleton, parameter)[0]
+
+
 def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
     """The value of a parameter, in the skeleton's shape and the checkpoint's dtype; raises UnsupportedError."""
-    stored, origin = source_name(source, skeleton, parameter), _place(source, skeleton, parameter)[1]
+    stored, origin = _found(source, skeleton, parameter)
     if origin is None:
         return source.tensor(stored)
     return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
@@ -179,8 +184,9 @@ def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
 
 def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
     """The rows of what `load` gives."""
-    if _place(source, skeleton, parameter)[1] is None:
-        return source.in_rows(source_name(source, skeleton, parameter))
+    stored, origin = _found(source, skeleton, parameter)
+    if origin is None:
+        return source.in_rows(stored)
     return rows_in_memory(load(source, skeleton, parameter))
 
 
@@ -260,7 +266,7 @@ def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
 def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
     """Raise UnsupportedError for a parameter that the checkpoint lacks, or stores in another shape or not as floats."""
     for name, parameter in skeleton.model.named_parameters():
-        stored, origin = source_name(source, skeleton, name), _place(source, skeleton, name)[1]
+        stored, origin = _found(source, skeleton, name)
         info, expected = source.tensors[stored], origin.shape if origin else tuple(parameter.shape)
         if info.dtype not in FLOATS:
             raise UnsupportedError(
@@ -328,14 +334,12 @@ def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str],
     for name in unused:
         found = block.match(plain[name])
         known = any(pattern.search(name) for pattern in ignored)
+        beyond = found is not None and int(found[1]) >= len(skeleton.blocks)
         if plain[name] in tied:
             refuse_other_values(source, name, stored[tied[plain[name]]])
-        elif known and found and int(found[1]) < len(skeleton.blocks) and plain[name][found.end() :] in layers:
+        elif known and found and not beyond and plain[name][found.end() :] in layers:
             useless.append(name)
-        elif known or found is None:
-            if plain[name] not in buffers:
-                beside.append(name)
-        elif int(found[1]) >= len(skeleton.blocks):
+        elif beyond and not known:
             raise UnsupportedError(
                 f"{source.model}: config.json counts {len(skeleton.blocks)} decoder blocks, and the checkpoint has the "
                 f"tensor {name} of a further one. Give the config.json that belongs to these weights."

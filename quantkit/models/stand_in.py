@@ -143,6 +143,23 @@ class _Rows:
 
 
 @dataclass
+class Seen:
+    """What a run of a block showed: modules in the order in which they end, their first inputs, and their outputs."""
+
+    order: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record the first call of a module."""
+        if name not in self.order:
+            self.order[name] = len(self.order)
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            self.inputs |= {name: tensors[0]} if tensors else {}
+            self.outputs |= {name: out} if isinstance(out, torch.Tensor) else {}
+
+
+@dataclass
 class StandIn:
     """A block with random weights in float32, its arguments, and hidden states (1, T, D) that go into it.
 
@@ -173,6 +190,16 @@ class StandIn:
             out = torch.func.functional_call(self.module, values, (self.hidden, *args), kwargs)
         made = {key: value for key, value in shelf.items() if value is not self.shared.get(key)}
         return out[0] if isinstance(out, tuple) else out, made
+
+    def watch(self) -> Seen:
+        """Run the block and return what its modules were called with and gave."""
+        seen = Seen()
+        with ExitStack() as stack:
+            for name, module in self.module.named_modules():
+                hook: Any = lambda _module, *called, name=name: seen.note(name, *called)  # noqa: E731
+                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            self.run(dict(self.module.named_parameters()))
+        return seen
 
 
 def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
@@ -205,38 +232,21 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
 
 
 def layers_of_one_input(skeleton: Skeleton, config: dict[str, Any]) -> list[list[str]]:
-    """The weights of the skeleton's linear layers; those that get the same input in a block stand together.
+    """Group the weights of the skeleton's linear layers by what layers of a block get as the same input.
 
-    So do all of a block's experts. Found by running a block of each kind. Raises UnsupportedError as `stand_ins` does.
+    All experts of a block are one group. Found by running a block of each kind. Raises UnsupportedError as `stand_ins`
+    does.
     """
-    inputs: dict[int, dict[str, int]] = {}
-    for block in stand_ins(skeleton, config):
-        inputs |= dict.fromkeys(block.indices, _inputs(block))
     units: dict[tuple[int, object], list[str]] = {}
-    for index, seen in inputs.items():
-        for name in skeleton.linears_of(index):
-            inside = name.removeprefix(skeleton.block_prefix(index)).removesuffix(".weight")
-            expert = EXPERT.match(name)
-            key = expert.group(1) if expert else seen.get(inside, inside)
-            units.setdefault((index, key), []).append(name)
+    for block in stand_ins(skeleton, config):
+        inputs = block.watch().inputs
+        for index in block.indices:
+            for name in skeleton.linears_of(index):
+                inside = name.removeprefix(skeleton.block_prefix(index)).removesuffix(".weight")
+                expert = EXPERT.match(name)
+                key = expert.group(1) if expert else id(inputs[inside]) if inside in inputs else inside
+                units.setdefault((index, key), []).append(name)
     return [units[key] for key in sorted(units, key=lambda key: key[0])]
-
-
-def _inputs(block: StandIn) -> dict[str, int]:
-    """A number for the input of each linear layer that runs, by name in the block: the same for the same tensor."""
-    seen: list[torch.Tensor] = []
-    numbers: dict[str, int] = {}
-
-    def note(name: str, x: torch.Tensor) -> None:
-        seen.append(x)
-        numbers.setdefault(name, next(number for number, other in enumerate(seen) if other is x))
-
-    with ExitStack() as stack:
-        for name in block.linears:
-            hook: Any = lambda _module, args, name=name: note(name, args[0])  # noqa: E731
-            stack.enter_context(block.module.get_submodule(name).register_forward_pre_hook(hook))
-        block.run(dict(block.module.named_parameters()))
-    return numbers
 
 
 def narrowed(config: dict[str, Any]) -> dict[str, Any]:

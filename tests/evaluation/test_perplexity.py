@@ -56,7 +56,8 @@ def test_a_damaged_file_counts_as_none(damage, tmp_path):
 
 def test_a_place_that_cannot_be_written_and_a_full_disk_cost_nothing_but_time(tmp_path):
     (tmp_path / "folder.positions").mkdir()
-    for path in (None, tmp_path / "folder.positions"):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "one.positions", tmp_path / "folder.positions"):
         file = ResumeFile(path)
         file.write([positions(2)])
         file.remove()
