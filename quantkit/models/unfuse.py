@@ -1,10 +1,9 @@
-"""Makes the decoder blocks of a transformers model hold nothing but `nn.Linear` where a weight can be quantized.
+"""Rebuild the decoder blocks of a transformers model so that every weight to quantize is in an `nn.Linear`.
 
-Conv1D layers (GPT-2) become linear layers; stacked experts (mixtures of experts, whose weights transformers keeps as
-3-D parameters, transformers/integrations/moe.py) become a list of experts with a linear layer for each matrix; stored
-buffers become parameters. The maths stays the same, and the modules get the names that published checkpoints and
-engines give their tensors (architectures.py), while transformers' code still finds them. `Origin` says where in a
-checkpoint the value of such a parameter is.
+Conv1D layers (GPT-2) become linear layers, stacked experts (3-D parameters, transformers/integrations/moe.py) a list of
+experts with a linear layer for each matrix, stored buffers parameters. The maths stays the same. Modules get the names
+of published checkpoints (architectures.py), and transformers' code still finds them under its own. `Origin` says where
+in a checkpoint the value of such a parameter is.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from torch import nn
 
 from quantkit.models.architectures import ExpertNames, published_names
 
-# Linear layers whose weights the code around them reads itself, past the layer: with codes in them nothing runs.
+# Linear layers whose weights other code reads directly: it cannot run with codes in them.
 READ_OUTSIDE = ("dt_proj",)
 EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the value of a parameter is when it is not simply the tensor of its own name.
+    """Where the value of a parameter is if it is not the tensor of the same name.
 
-    `name` and `shape` are the checkpoint's tensor, `also` another name that it may have; `transposed`: it is (in, out);
-    `expert` and its `rows` (first, end, step) cut one matrix or bias out of a stack (experts, out, in); `rows` alone
-    cut a part out of a joined tensor.
+    `name` and `shape` are the checkpoint's tensor, `also` another name of it; `transposed`: it is (in, out); `expert`
+    and `rows` (first, end, step) cut a matrix or bias out of a stack (experts, out, in), `rows` alone out of a joined
+    tensor.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Origin:
 
 
 def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
-    """The parameter's value (out, in) by way of `rows(name, start, stop)`, which reads rows of a stored tensor."""
+    """Return the parameter's value (out, in); `rows(name, start, stop)` reads rows of a stored tensor."""
     if origin.expert is not None:
         one = rows(origin.name, origin.expert, origin.expert + 1)[0]
         return (one.T if origin.transposed else one)[slice(*origin.rows)].contiguous()
@@ -52,11 +51,10 @@ def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.
 
 
 def left_alone(model: Any, block: nn.Module) -> set[str]:
-    """The linear layers of a block, by name, that transformers keeps in float32 in a model of 16 bits, and those that
-    published checkpoints leave alone.
+    """Return the names of a block's linear layers that stay unquantized: engines load them so.
 
-    They stay as they are: what computes with them is sensitive, and engines load them unquantized. transformers' class
-    names them by parts of a dotted name.
+    transformers' class keeps them in float32 in a model of 16 bits, or published checkpoints leave them alone; both by
+    parts of a dotted name.
     """
     alone = published_names(model.config.model_type).left_alone
     own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, alone)
@@ -66,10 +64,10 @@ def left_alone(model: Any, block: nn.Module) -> set[str]:
 
 
 def too_small(block: nn.Module, states: int) -> set[str]:
-    """Linear layers with so few rows or columns that no layout packs them and engines load them unquantized.
+    """Return the names of a block's linear layers with too few rows or columns to be packed; engines load them so.
 
-    By their names in a block: layers that choose or weigh experts (right beside the experts, or near them with a row
-    for each), and those that mix `states` hidden states of a token side by side (AltUp).
+    They choose or weigh experts (next to the experts, or near them with a row for each), or mix the `states` hidden
+    states of a token (AltUp).
     """
     found = {name for name, part in _linears(block) if states > 1 and states in (part.in_features, part.out_features)}
     for path, module in block.named_modules():
@@ -132,7 +130,7 @@ def renamed(kind: str, path: str) -> str:
 
 
 def _take_buffers(module: Any) -> None:
-    """Make parameters of a module's stored buffers: they have learned values, such as the biases of some routers."""
+    """Turn a module's stored buffers into parameters: they are learned, such as the biases of some routers."""
     stored = [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
     module.stored_buffers = tuple(name for name in stored if getattr(module, name).is_floating_point())
     for name in module.stored_buffers:
@@ -142,7 +140,7 @@ def _take_buffers(module: Any) -> None:
 
 
 def _is_stack(module: Any, names: ExpertNames) -> bool:
-    """Whether a module is a stack whose layout is known: by what transformers says of it, or by its architecture."""
+    """Whether a module is a stack of experts whose layout is known."""
     if names.sent:
         return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
     return hasattr(module, "is_concatenated") and not getattr(module, "has_post_expert_norm", False)
@@ -187,11 +185,10 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """Experts one by one, in place of a stack; each is called with the tokens routed to it.
+    """A list of experts in place of a stack; each is called with the tokens routed to it.
 
-    Every expert is called, also with no tokens, and all experts do their first matrices before any does its last:
-    so a walk sees all linear layers, in an order in which those of equal depth stand together. `first` names the
-    matrices that read what comes in.
+    Every expert is called, also with no tokens, and all first matrices run before any last one: so a walk sees all
+    linear layers, those of equal depth together. `first` names the matrices that read the input.
     """
 
     def __init__(self, stack: Stack, names: ExpertNames) -> None:
@@ -226,7 +223,7 @@ class SentExperts(Experts):
 
 
 class Stack:
-    """How one of transformers' stacks of experts is laid out, and what its code does between two matrices."""
+    """The layout of one of transformers' stacks of experts, and its code between two matrices."""
 
     def __init__(self, module: Any, sent: bool) -> None:
         self.module, self.transposed = module, sent or bool(module.is_transposed)
@@ -239,7 +236,7 @@ class Stack:
         self.inner = wide // 2 if self.gated else wide
 
     def join(self, *parts: torch.Tensor) -> torch.Tensor:
-        """What the last matrix gets, of the products of gate and up or of up alone."""
+        """Return the input of the last matrix from the outputs of gate and up, or of up alone."""
         own = getattr(type(self.module), "_apply_gate", None)
         if self.gated and own is not None and own.__name__ != "_default_apply_gate":
             both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
@@ -249,7 +246,7 @@ class Stack:
         return out
 
     def origins(self, place: str, index: int, names: ExpertNames, also: tuple[str, str]) -> dict[str, Origin]:
-        """By its name in the expert, where each of its parameters lies in the stack at the dotted `place`."""
+        """Return the origin of each parameter of an expert, by name, in the stack at the dotted `place`."""
         halves = {names.up: (0, self.inner, 1)}
         if self.interleaved:
             halves = {names.gate: (0, 2 * self.inner, 2), names.up: (1, 2 * self.inner, 2)}
@@ -273,7 +270,7 @@ def expert_of(name: str) -> str | None:
 
 
 def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that are the same matrix as `name`, in any expert of its block."""
+    """Return those of `names` that are the same matrix in any expert of the same block."""
 
     def place(weight: str) -> tuple[str, str] | None:
         return (expert[1], weight[expert.end() :]) if (expert := EXPERT.match(weight)) else None
@@ -294,7 +291,7 @@ class Wrapped(nn.Module):
 
 
 class Joined(nn.Module):
-    """Stands for a convolution of several parts, which stand beside it; their weights are one after the other."""
+    """Stands for a convolution that was split; its weight is that of the parts, joined."""
 
     def __init__(self, parts: Sequence[nn.Conv1d]) -> None:
         super().__init__()
@@ -308,7 +305,7 @@ class Joined(nn.Module):
 
 
 def split(block: nn.Module, path: str, old: str, origins: dict[str, Origin]) -> None:
-    """Put a convolution for each of queries, keys and values in place of one of all, if a block has it at `old`."""
+    """Replace the convolution at `old`, if a block has it, by one for each of queries, keys and values."""
     holder, _, name = old.rpartition(".")
     beside: Any = dict(block.named_modules()).get(holder)
     whole = getattr(beside, name, None)
@@ -343,7 +340,7 @@ def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, 
 
 
 def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
-    """Register a part of a block elsewhere in it, if it has the part, both by dotted names; its code finds it still."""
+    """Register a part of a block, if it has it, under another dotted name; its code still finds it."""
     (holder, _, name), (place, _, leaf) = old.rpartition("."), new.rpartition(".")
     inner: Any = dict(block.named_modules()).get(holder)
     child = getattr(inner, name, None)
@@ -370,7 +367,7 @@ def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Ori
 
 
 def _find_there(inner: Any, name: str, outer: Any, leaf: str) -> None:
-    """Let `inner.name` be what stands at `outer.leaf` now: values and layers are replaced, so its class asks there."""
+    """Let `inner.name` return `outer.leaf`, by a property: the value there may be replaced later."""
     kind = type(inner)
     if inner is outer:
         found = property(lambda part: getattr(part, leaf))
