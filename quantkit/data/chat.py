@@ -94,7 +94,7 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
     return str(text)
 
 
-def said(parts: tuple[str | Conversation, ...]) -> Iterator[str]:
+def plain_texts(parts: tuple[str | Conversation, ...]) -> Iterator[str]:
     """The texts and messages of the parts, without any template."""
     for part in parts:
         yield from [part] if isinstance(part, str) else (content for _, content in part.messages)

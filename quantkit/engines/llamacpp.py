@@ -42,11 +42,11 @@ class LlamaModel:
             # Builds for AMX by some compilers crash in the tile set-up; the plain buffers avoid that code.
             params.use_extra_bufts = False
             self.notes = ("AMX switched off",)
-        _SAID.clear()
+        _ERRORS.clear()
         self._model = library.llama_model_load_from_file(path.encode(), params)
         if not self._model:
             raise EngineError(
-                f"llama.cpp cannot load {path}{''.join(f': {line}' for line in _SAID[:1])}. `quantkit verify` on its "
+                f"llama.cpp cannot load {path}{''.join(f': {line}' for line in _ERRORS[:1])}. `quantkit verify` on its "
                 "folder tells whether the file is damaged; where it is not, take another version of llama.cpp, or "
                 "--engine reference."
             )
@@ -118,13 +118,13 @@ def _silence(library: ModuleType) -> None:
     @library.llama_log_callback  # type: ignore[untyped-decorator]
     def quiet(level: int, text: bytes, _data: ctypes.c_void_p) -> None:
         if level == LOG_ERROR:
-            _SAID.append(text.decode(errors="replace").strip().rstrip("."))
+            _ERRORS.append(text.decode(errors="replace").strip().rstrip("."))
 
     library.llama_log_set(quiet, ctypes.c_void_p(0))
     _CALLBACKS.append(quiet)
 
 
-_SAID: list[str] = []  # llama.cpp's errors since a model was loaded
+_ERRORS: list[str] = []  # llama.cpp's errors since a model was loaded
 _CALLBACKS: list[object] = []  # ctypes callbacks must outlive the library's use of them
 
 

@@ -125,7 +125,7 @@ def _load(model: Model, spec: LoadSpec) -> VllmModel:
             kv_cache_memory_bytes=None if spec.device == "cpu" else GPU_CACHE_BYTES, enforce_eager=True,
             trust_remote_code=False, disable_log_stats=True,
         )  # fmt: skip
-        module, rounded = llm.apply_model(_look)[0]
+        module, rounded = llm.apply_model(_inspect)[0]
     return VllmModel(llm.llm_engine, module, dtype, (NOT_COMPILED, *((ROUNDED,) if rounded else ())))
 
 
@@ -136,7 +136,7 @@ def _find_device(asked: str) -> str:
     return built
 
 
-def _look(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
+def _inspect(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
     """The model itself, and whether one of its layers computes with activations of 8 bits."""
     return module, any(getattr(layer, "use_w4a8", False) for layer in module.modules())
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -193,7 +193,7 @@ def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[S
         known = MAPPINGS.get(str(config.get("model_type")))
         kinds: Iterable[tuple[Iterable[int], Iterable[Scaling]]] = [(range(len(blocks)), known or ())]
         if known is None:
-            kinds = ((block.indices, _proven(block)) for block in stand_ins(skeleton, config))
+            kinds = ((block.indices, _tested_scalings(block)) for block in stand_ins(skeleton, config))
         for indices, scalings in kinds:
             for index in indices:
                 stems = {name.removesuffix(".weight") for name, _ in skeleton.blocks[index].named_parameters()}
@@ -214,45 +214,51 @@ def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, in
     return total, len(left), sorted(set(left))
 
 
-def _proven(block: StandIn) -> list[Scaling]:
-    values: dict[str, torch.Tensor] = dict(block.module.named_parameters())
-    want = block.run(values)
-    proven = []
+class _Trial:
+    """A block with the weights that it has, whose outputs, and what it shares, are compared with those of others."""
+
+    def __init__(self, block: StandIn) -> None:
+        self._block = block
+        self._values: dict[str, torch.Tensor] = dict(block.module.named_parameters())
+        self._stems = {name.removesuffix(".weight") for name in self._values}
+        self._outputs = block.run(self._values)
+
+    def same_after(self, scalings: list[Scaling]) -> bool:
+        """Whether the outputs stay the same when random scales are folded."""
+        changed = dict(self._values)
+        for scaling in scalings:
+            for one in written_out(scaling, self._stems):
+                heads = heads_of(one, changed, "", self._block.settings)
+                fold(one, changed, "", _random_scale(changed[f"{one.layers[0]}.weight"].shape[1], heads), heads)
+        return self._same(changed)
+
+    def depends_on(self, scaling: Scaling) -> bool:
+        """Whether the outputs depend on the scaled layers: not on an indexer of fewer tokens than it may keep."""
+        changed = dict(self._values)
+        for one in written_out(scaling, self._stems):
+            for layer in one.layers:
+                weight = self._values[f"{layer}.weight"]
+                changed[f"{layer}.weight"] = weight * _random_scale(weight.shape[1], (1, 1))
+        return not self._same(changed)
+
+    def _same(self, values: dict[str, torch.Tensor]) -> bool:
+        """Whether the outputs with these weights are the same; not if any is NaN."""
+        pairs = zip(self._block.run(values), self._outputs, strict=True)
+        return all(bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()) for ours, theirs in pairs)
+
+
+def _tested_scalings(block: StandIn) -> list[Scaling]:
+    found: list[Scaling] = []
+    trial = _Trial(block)
     for choice in _candidates(block, block.watch()):
-        proven += [one for one in choice if _same(block, values, [one], want) and _reach(block, values, one, want)][:1]
-    for name, value in values.items():
+        found += islice((one for one in choice if trial.same_after([one]) and trial.depends_on(one)), 1)
+    for name, value in block.module.named_parameters():
         if name.rpartition(".")[0] in block.linears:
             value.data *= MAGNITUDE
-    want = block.run(values)
-    proven = [one for one in proven if _same(block, values, [one], want)]
+    trial = _Trial(block)
+    found = [one for one in found if trial.same_after([one])]
     # Together, as they will be folded.
-    return proven if _same(block, values, proven, want) else []
-
-
-def _same(block: StandIn, values: dict[str, torch.Tensor], scalings: list[Scaling], want: list[torch.Tensor]) -> bool:
-    """Whether the block's outputs, and what it shares, stay `want` when random scales are folded."""
-    changed: dict[str, torch.Tensor] = dict(values)
-    for scaling in scalings:
-        for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
-            heads = heads_of(one, changed, "", block.settings)
-            fold(one, changed, "", _random_scale(changed[f"{one.layers[0]}.weight"].shape[1], heads), heads)
-    return _gives(block, changed, want)
-
-
-def _reach(block: StandIn, values: dict[str, torch.Tensor], scaling: Scaling, want: list[torch.Tensor]) -> bool:
-    """Whether the block's outputs depend on the scaled layers: not on an indexer of fewer tokens than it may keep."""
-    changed: dict[str, torch.Tensor] = dict(values)
-    for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
-        for layer in one.layers:
-            weight = values[f"{layer}.weight"]
-            changed[f"{layer}.weight"] = weight * _random_scale(weight.shape[1], (1, 1))
-    return not _gives(block, changed, want)
-
-
-def _gives(block: StandIn, values: dict[str, torch.Tensor], want: list[torch.Tensor]) -> bool:
-    """Whether the block's outputs with these weights are `want`; not where any is NaN."""
-    pairs = zip(block.run(values), want, strict=True)
-    return all(bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()) for ours, theirs in pairs)
+    return found if trial.same_after(found) else []
 
 
 def _random_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:

@@ -39,7 +39,7 @@ class _Outputs(tuple[torch.Tensor]):
         return None
 
 
-class _Entry(StandsFor):
+class _StateInput(StandsFor):
     """Stands for blocks, or for everything before the output layer: returns `out`, whatever it is called with."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
@@ -47,7 +47,7 @@ class _Entry(StandsFor):
         self.out: torch.Tensor | tuple[torch.Tensor] = torch.empty(0)
 
     @property
-    def decoder(self) -> _Entry:
+    def decoder(self) -> _StateInput:
         """Some architectures call the decoder inside their base model."""
         return self
 
@@ -55,10 +55,10 @@ class _Entry(StandsFor):
         return self.out
 
 
-class _NoRows(nn.Module):
+class _ZeroEmbedding(nn.Module):
     """Stands for an embedding before the blocks, which need nothing of it: zeros for each number."""
 
-    def __init__(self, width: int, entry: _Entry) -> None:
+    def __init__(self, width: int, entry: _StateInput) -> None:
         super().__init__()
         self.width, self.entry = width, entry
 
@@ -82,13 +82,13 @@ class OutputHead:
 
     def __init__(self, model: Any, blocks_path: str = "") -> None:
         self.layer = model.get_output_embeddings()
-        self._entry, self._behind_blocks = _Entry(), bool(blocks_path)
+        self._entry, self._behind_blocks = _StateInput(), bool(blocks_path)
         if blocks_path:
             blocks = list(model.get_submodule(blocks_path))
-            self._entry = _Entry(blocks[-1])
+            self._entry = _StateInput(blocks[-1])
             self._model = _replaced(model, blocks_path, nn.ModuleList([self._entry] * len(blocks)))
             for name, table in tables(model).items():
-                self._model = _replaced(self._model, name, _NoRows(table.embedding_dim, self._entry))
+                self._model = _replaced(self._model, name, _ZeroEmbedding(table.embedding_dim, self._entry))
         else:
             decoder = _decoder(model)
             # Some heads ask it for a factor of theirs.

@@ -228,7 +228,7 @@ def load_block(
             set_parameter(module, name, torch.empty_like(module.get_parameter(name), device="meta"))
 
 
-class _Stored:
+class _LazyTensor:
     """A tensor of a source that is read when transformers takes all of it; one at a time for all threads."""
 
     def __init__(self, source: Source, name: str, lock: Lock) -> None:
@@ -242,7 +242,7 @@ class _Stored:
 def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
     """transformers' own model with the source's values, and its report; `how` goes to `from_pretrained`."""
     lock = Lock()
-    tensors = {name: _Stored(source, name, lock) for name in source.tensors}
+    tensors = {name: _LazyTensor(source, name, lock) for name in source.tensors}
     settings = copy.deepcopy(source.settings)  # what is built of them changes their dtype
     kind: Any = type(open_skeleton(source.config, native=True, settings=settings).model)
     return kind.from_pretrained(None, config=settings, state_dict=tensors, output_loading_info=True, **how)
