@@ -1,10 +1,9 @@
 """Texts: WikiText-2 through `datasets`, a file of the user, or a bundled text; and the token ids of a text.
 
-The bundled texts were written for quantkit. `sample` is the mix that is used where the hub cannot be reached:
-`sample_articles.txt` is in WikiText's layout, its first twenty articles serve calibration, its last twenty evaluation;
-`sample_kinds.txt` serves calibration and holds articles, conversations, prose, code, and other languages, one after the
-other. Each kind of `KINDS` is a text of its own with two halves; `mixed` is all of them in turn. No passage of a half
-is in the other. Tables that were measured on a bundled text say so.
+The bundled texts were written for quantkit and have two halves, for calibration and for evaluation, without a common
+passage. `sample` is used if the hub cannot be reached: of `sample_articles.txt`, in WikiText's layout, the first
+twenty articles are for calibration, with the files of `SECTIONS`; the last twenty are for evaluation. Each kind of
+`KINDS` is a text of its own; `mixed` is all of them in turn.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 HUB_SPLIT: dict[Split, str] = {"calibration": "train", "evaluation": "test"}
 KINDS = ("articles", "chat", "code", "languages")
 NAMES = ("sample", *KINDS, "mixed")
-# The first line of each section of sample_kinds.txt.
-SECTIONS = {
-    "articles": " = Aardvark = ",
-    "chat": "User:",
-    "prose": "The Clock Mender's Apprentice",
-    "code": "# file: inventory.py",
-    "languages": "Nach fünf Jahren fährt die Bergbahn wieder",
-}
+SECTIONS = ("articles", "chat", "prose", "code", "languages")  # of the sample for calibration, in this order
 # Where a document of a kind begins; in other languages behind an empty line.
 BEGINNINGS = {
     "articles": r"^(?= = [^=\n].* = $)",
@@ -91,7 +83,8 @@ def bundled_text(name: str, split: Split) -> Text:
     """The part of the bundled text of that name for `split`."""
     if name == "sample":
         first, second = _articles()
-        content = first + _bundled("sample_kinds.txt") if split == "calibration" else second
+        sections = (_bundled(f"kinds/{kind}_calibration.txt") for kind in SECTIONS)
+        content = first + "".join(sections) if split == "calibration" else second
         return Text(f"quantkit's bundled sample, {split} part", content, bundled=True)
     title = f"quantkit's bundled text {name}, {split} part"
     parts = parts_of(name, split)
@@ -132,15 +125,13 @@ def parts_of(name: str, split: Split) -> tuple[Part, ...]:
     if name == "mixed":
         return _in_turn([parts_of(kind, split) for kind in KINDS])
     if name == "articles":
-        content = _articles()[0] + _section(name) if split == "calibration" else _articles()[1]
-    elif split == "evaluation":
-        content = _bundled(f"kinds/{name}_evaluation.txt")
-    elif name == "chat":
-        return parse_plain(_section(name)) + parse_plain(_bundled("kinds/chat_calibration.txt"))
+        first, second = _articles()
+        content = first + _bundled("kinds/articles_calibration.txt") if split == "calibration" else second
     else:
-        content = _section(name)
+        content = _bundled(f"kinds/{name}_{split}.txt")
     if name == "chat":
-        return parse_plain(content)
+        further = parse_plain(_bundled("kinds/chat_calibration_further.txt")) if split == "calibration" else ()
+        return parse_plain(content) + further
     return tuple(part for part in re.split(BEGINNINGS[name], content, flags=re.MULTILINE) if part.strip())
 
 
@@ -149,13 +140,6 @@ def _articles() -> tuple[str, str]:
     starts = [m.start() for m in re.finditer(BEGINNINGS["articles"], articles, flags=re.MULTILINE)]
     middle = starts[len(starts) // 2]
     return articles[:middle], articles[middle:]
-
-
-def _section(name: str) -> str:
-    content = _bundled("sample_kinds.txt")
-    starts = {kind: content.index(f"\n{line}\n") + 1 for kind, line in SECTIONS.items()}
-    ends = dict(zip(starts, [*list(starts.values())[1:], len(content)], strict=True))
-    return content[0 if name == "articles" else starts[name] : ends[name]]
 
 
 def _in_turn(kinds: list[tuple[Part, ...]]) -> tuple[Part, ...]:
