@@ -1,7 +1,7 @@
 """The engine that evaluates a model: its version, dtype, device, and the interpreter that has it.
 
-Whatever is missing is reported before anything is loaded. An engine whose pins do not fit ours lives in an environment
-of its own: quantkit's code runs there on that environment's packages.
+Anything missing is reported before a model is loaded. An engine whose pins conflict with ours has an environment of its
+own, in which quantkit's code runs on that environment's packages.
 """
 
 from __future__ import annotations
@@ -24,16 +24,12 @@ from quantkit.system.interpreter import look
 
 REFERENCE = "reference"  # our own reader
 BASELINE_DTYPE = "float32"
-# What quantkit itself imports in a process that evaluates, and the packages that bring it.
-NEEDED = {
-    name: name
-    for name in (
-        *("numpy", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "huggingface_hub", "pydantic"),
-        *("psutil", "rich", "filelock", "platformdirs"),
-    )
-} | {"yaml": "PyYAML"}
-
-
+# What quantkit itself imports in a process that evaluates, and the packages with other names than their modules.
+NEEDED = (
+    *("numpy", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "huggingface_hub", "pydantic"),
+    *("psutil", "rich", "filelock", "platformdirs", "yaml"),
+)
+PACKAGES = {"yaml": "PyYAML"}
 NOT_ITS_FILES = (
     "it reads the files in the model's folder, which hold another one, or bear other names than it looks for. Make a "
     "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters"
@@ -42,10 +38,10 @@ NOT_ITS_FILES = (
 
 @dataclass(frozen=True)
 class ChosenEngine:
-    """An engine as it computes a model. `version` is the one installed for the interpreter `python`.
+    """An engine and how it computes a model. `version` is the one installed for the interpreter `python`.
 
-    In another interpreter than ours `device` is what the user asked for, as `asked_device` always is. `walk`: it
-    computes block by block, with hidden states of more than `offload_bytes` in a file. `named`: the user asked for it.
+    `asked_device` is what the user asked for; so is `device` in another interpreter. `walk`: it computes block
+    by block, with hidden states of more than `offload_bytes` in a file. `named`: the user asked for this engine.
     """
 
     name: str
@@ -60,12 +56,12 @@ class ChosenEngine:
 
     @property
     def variables(self) -> list[str]:
-        """The process variables that change what it computes."""
+        """The set environment variables that change what it computes."""
         prefixes = find_engine(self.name).variables
         return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
 
     def entry(self, loaded: dict[str, Any]) -> EngineEntry:
-        """The engine in a report; `loaded` is what the process that has it reports."""
+        """The engine in a report; `loaded` is what its process reports."""
         device = described(loaded["device"])
         return EngineEntry(**{**loaded, "name": self.name, "version": self.version, "device": device})
 
@@ -100,9 +96,8 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
         except RecipeError as error:
             raise RecipeError(f"--device {spec.device} for the engine {found.name}: {error}") from None
     found.refuse_model(model, spec.dtype, device)
-    return ChosenEngine(
-        found.name, version, spec.dtype, python, device, spec.device, named=spec.engine is not None
-    )  # fmt: skip
+    named = spec.engine is not None
+    return ChosenEngine(found.name, version, spec.dtype, python, device, spec.device, named=named)
 
 
 def choose_for_baseline(source: Source, asked_device: str) -> ChosenEngine:
@@ -132,7 +127,7 @@ def require(engine: Engine, python: str = sys.executable) -> str:
             f"--engine {REFERENCE}"
         )
     if missing:
-        packages = " ".join(NEEDED[name] for name in missing)
+        packages = " ".join(PACKAGES.get(name, name) for name in missing)
         raise DependencyError(
             f"{python} lacks what quantkit needs. Install it with: {python} -m pip install {packages}"
         )

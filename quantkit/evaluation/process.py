@@ -1,4 +1,4 @@
-"""Child processes that load one model and measure it: what they are asked, and the parent's side; see worker.py."""
+"""Child processes that load one model and measure it: their requests, and the parent's side; see worker.py."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from quantkit.system.interpreter import lent_code
 from quantkit.system.ranks.group import without_ranks
 from quantkit.untrusted import shown, told
 
-# What OpenMP, OpenBLAS and MKL start with; the user's own would hold for one of them otherwise.
+# The thread counts of OpenMP, OpenBLAS and MKL; all are set, since the user may have set one.
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 WORKER = "quantkit.evaluation.worker"
 
 
 class TaskSpec(Strict):
-    """Which tasks are run, and how; `include` is a folder with further tasks, whose code the harness runs."""
+    """The tasks to run, and how; `include` is a folder with further tasks, whose code the harness runs."""
 
     tasks: tuple[Words, ...] = Field(max_length=1000)
     include: Words | None = None
@@ -107,7 +107,7 @@ def read_request(text: str) -> Request:
 
 @dataclass
 class ChildResult:
-    """What a child reports: of the loaded model (dtype, device, notes), its measurements, or results of tasks."""
+    """What a child reports: the loaded model's dtype, device and notes; measurements, or results of tasks."""
 
     loaded: dict[str, Any] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
@@ -128,7 +128,7 @@ class ChildResult:
 
 
 def run_child(request: Request, temp: Path, progress: Progress, forked: bool = False) -> ChildResult:
-    """Run one child with its files in `temp`; `forked` from a process that has imported transformers, if it can be.
+    """Run one child with its files in `temp`; `forked`: if possible from a process that has imported transformers.
 
     Raises the QuantkitError that the child reports, and EngineError if it ends without one.
     """
@@ -157,9 +157,8 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
                             result.take(kind, content)
                             continue
                         step = steps.setdefault(content["title"], Step(content["title"], content["total"]))
-                        vars(step).update(
-                            {name: content[name] for name in ("done", "remark", "ended", "work")}
-                        )  # fmt: skip
+                        for name in ("done", "remark", "ended", "work"):
+                            setattr(step, name, content[name])
                     progress.forward(step)
             code = child.wait()
         finally:
@@ -180,7 +179,7 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
 
 
 def prepare() -> None:
-    """Import what child processes need while other things are done."""
+    """Start importing what child processes need, in the background."""
     forking.start(_variables(1))
 
 
@@ -191,7 +190,7 @@ def _variables(threads: int) -> dict[str, str]:
 def start(
     python: str, request: Path, write_end: int, log: IO[bytes], variables: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the child: its events go to the file descriptor `write_end`, what engines say into `log`."""
+    """Start the child; its events go to the file descriptor `write_end`, the engine's output to `log`."""
     return subprocess.Popen(
         [python, "-P", "-m", WORKER, str(request), str(write_end)],
         stdin=subprocess.DEVNULL,

@@ -1,9 +1,8 @@
 """The child process that loads one model in one engine and measures it.
 
-A process for each model: its memory is the model's alone, its thread pools have the right size, and an engine that
-crashes takes nothing with it. An engine that cannot change its number of threads gets a process for each. Started or
-forked by process.py as `python -P -m quantkit.evaluation.worker REQUEST.json FD`; events go to the file descriptor FD,
-one JSON object a line.
+Each model has its own process: the memory is the model's alone, thread pools have the right size, and a crash of the
+engine takes nothing else down. process.py starts or forks it as `python -P -m quantkit.evaluation.worker REQUEST.json
+FD`; events go to the file descriptor FD, one JSON object a line.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def main() -> None:
             code = 1
         except KeyboardInterrupt:
             code = 130
-    # Everything is reported. An ordinary exit would take the engines' threads down, and some abort on the way.
+    # Everything is reported. An ordinary exit would end the engines' threads, and some of them abort then.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
