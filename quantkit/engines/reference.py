@@ -28,7 +28,7 @@ from quantkit.contracts.windows import Window
 from quantkit.engines._linears import Int4Linear, ScaledLinear, kernel_group
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError, EngineError
-from quantkit.models.output_head import NarrowOutput, OutputHead
+from quantkit.models.output_head import OutputHead, StoredOutput
 from quantkit.models.skeleton import (
     Skeleton,
     leftovers,
@@ -236,7 +236,7 @@ class WalkedModel(TorchModel):
         bias = None
         if layer.bias is not None:
             bias = self._values.tensor(weight_name(model, layer, "bias")).to(device, dtype)
-        model.set_output_embeddings(NarrowOutput(weight, bias))
+        model.set_output_embeddings(StoredOutput(weight, bias))
         trim_heap()
         return OutputHead(model)
 

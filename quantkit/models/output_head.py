@@ -23,9 +23,9 @@ from quantkit.numerics.matmul import product
 if TYPE_CHECKING:
     from quantkit.models.source import Source
 
-SLAB_ELEMENTS = 1 << 23  # of the output layer's weight that are in float32 at a time
+SLAB_ELEMENTS = 1 << 23  # of the source's output layer that are in float32 at a time
+NARROW_ELEMENTS = 1 << 21  # of the model's own output layer that are converted at a time
 HEAD = "its output layer"
-NARROW_ELEMENTS = 1 << 21  # the same, of one that computes in the model's dtype
 
 
 class _Outputs(tuple[torch.Tensor]):
@@ -160,8 +160,9 @@ def load_output_layer(source: Source, skeleton: Skeleton) -> OutputHead:
     """The output layer alone, with its weights, which computes in float32; the skeleton stays without."""
     model = copy.deepcopy(skeleton.model)
     layer = model.get_output_embeddings()
+    weight = load(source, skeleton, weight_name(model, layer))
     bias = None if layer.bias is None else load(source, skeleton, weight_name(model, layer, "bias"))
-    model.set_output_embeddings(Float32Output(load(source, skeleton, weight_name(model, layer)), bias))
+    model.set_output_embeddings(StoredOutput(weight, bias, torch.float32, SLAB_ELEMENTS))
     return OutputHead(model)
 
 
@@ -191,40 +192,32 @@ def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> to
     return seen[0]
 
 
-class Float32Output(nn.Module):
-    """An output layer that computes in float32 from a weight (V, D) of any float dtype, some rows at a time."""
+class StoredOutput(nn.Module):
+    """An output layer (V, D) with its weight as stored, of which `slab` elements are converted at a time.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    It computes in `dtype`, or in the dtype of its inputs.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype | None = None,
+        slab: int = NARROW_ELEMENTS,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> (..., V) float32."""
-        logits, start = torch.empty(*states.shape[:-1], len(self.weight), dtype=torch.float32), 0
-        flat = states.float().reshape(-1, states.shape[-1])
-        for part in self.weight.split(max(1, SLAB_ELEMENTS // self.weight.shape[1])):
-            logits.view(-1, len(self.weight))[:, start : start + len(part)] = flat @ part.float().T
-            start += len(part)
-        return logits if self.bias is None else logits.add_(self.bias)
-
-
-class NarrowOutput(nn.Module):
-    """An output layer (V, D) whose weight is stored in a narrower dtype than it computes in, that of its inputs."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.dtype, self.rows = dtype, max(1, slab // weight.shape[1])
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., V)."""
-        if self.weight.dtype == states.dtype:
-            return product(states, self.weight, self.bias)
-        logits, start = states.new_empty(*states.shape[:-1], len(self.weight)), 0
-        for part in self.weight.split(max(1, NARROW_ELEMENTS // self.weight.shape[1])):
-            stop = start + len(part)
-            shift = None if self.bias is None else self.bias[start:stop]
-            logits[..., start:stop] = product(states, part.to(states.dtype), shift)
-            start = stop
+        x = states.to(self.dtype)
+        if self.dtype is None and self.weight.dtype == x.dtype:
+            return product(x, self.weight, self.bias)
+        logits = x.new_empty(*x.shape[:-1], len(self.weight))
+        for start in range(0, len(self.weight), self.rows):
+            part = slice(start, start + self.rows)
+            bias = None if self.bias is None else self.bias[part]
+            logits[..., part] = product(x, self.weight[part].to(x.dtype), bias)
         return logits
