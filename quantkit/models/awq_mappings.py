@@ -1,12 +1,11 @@
-"""What AWQ scales, and how the inverse is folded away: known by model type, or found by running a block.
+"""What AWQ scales, and where the inverse is folded: known by model type, or found by running a block.
 
-A model's function does not change when the inputs of some linear layers are divided by a scale that their columns are
-multiplied with, as long as the layer before them (a norm or a linear layer) divides its output, and everything that
-reads this output is scaled along. For the architectures of `MAPPINGS` these layers are known. For all others they are
-found by what flows where: a norm and all that reads its output, a linear layer and those that ran before it in the same
-part of the block. A candidate counts where a block with random weights gives the same outputs after random scales were
-folded, also with weights so large that values would be cut off wherever a model cuts them. What the outputs do not
-depend on is left out.
+AWQ multiplies columns of linear layers by a scale. The model's function stays the same if the layer before them (a norm
+or a linear layer) divides its output, and all readers of this output are scaled. `MAPPINGS` has these layers of some
+architectures. For all others there are candidates: a norm and the readers of its output, a linear layer and those that
+ran before it in the same part of the block. A candidate counts if a block with random weights gives the same outputs
+after random scales were folded, also with weights so large that a model that clips values would clip them, and if the
+outputs depend on it.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ OFFSETS = (0.0, 1.0)  # what norms add to their weights
 class Scaling:
     """Input channels of `layers` can be scaled because `before` (a norm or a linear layer) can take the inverse.
 
-    Names are those within a block; `*` stands for every expert. `follow`: layers that read the same output and are
-    not quantized, such as a router. `fused`: `before` computes more than what `layers` read, and only these rows take
-    the inverse: of a stacked `qkv` the last part, which are the values, also where each group of heads has its own q,
-    k, v (`qkv_by_group`) or each head its own k, v of other sizes (`kv_by_head`); of `gate_up` the second half.
-    `offset`: the norm multiplies by weight + offset.
+    Names are those within a block; `*` stands for every expert. `follow`: unquantized readers of the same output, such
+    as a router. `fused`: only some rows of `before` take the inverse, those that `layers` read: the values of a stacked
+    `qkv`, also if each group of heads has its q, k, v (`qkv_by_group`), or each head its k, v (`kv_by_head`); the
+    second half of `gate_up`. `offset`: the norm multiplies by weight + offset.
     """
 
     before: str
@@ -62,7 +60,7 @@ _EXPERTS = (
     Scaling("post_attention_layernorm", ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"), ("mlp.gate",)),
     Scaling("mlp.experts.*.up_proj", ("mlp.experts.*.down_proj",)),
 )
-# By model type, in the order in which they are searched: only types whose settings change nothing of it.
+# By model type, in the order in which they are searched; no setting of these types changes them.
 MAPPINGS: dict[str, tuple[Scaling, ...]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "smollm3"), _ATTENTION + _MLP),
     "qwen3_moe": _ATTENTION + _EXPERTS + _MLP,  # some of its blocks may have no experts
@@ -85,7 +83,7 @@ MAPPINGS: dict[str, tuple[Scaling, ...]] = {
 
 
 def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
-    """The scalings that one stands for in a block whose weights have the names `stems`: one for each expert."""
+    """Yield a scaling for each expert that `*` stands for, in a block whose weights have the names `stems`."""
 
     def named(name: str) -> Iterator[str]:
         if "*" not in name:
@@ -101,9 +99,9 @@ def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
 
 
 def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tensor:
-    """Indices of the rows of the layer before (of `rows`) whose outputs become the `columns` inputs of the next.
+    """Return the indices of those of the `rows` of the layer before that become the `columns` inputs of the next.
 
-    They are fewer than `columns` where several of the `heads` query heads read one value head.
+    They are fewer than `columns` if several of the `heads` query heads read one value head.
     """
     if fused == "gate_up":
         return torch.arange(rows // 2, rows)
@@ -119,7 +117,7 @@ def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tens
 
 
 def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
-    """Whether a layer before with so many rows can be fused so; the arguments are those of `rows_before`."""
+    """Whether a layer before with this number of rows can be `fused`; the arguments are those of `rows_before`."""
     if fused == "gate_up" or rows == columns:
         return (rows == columns) == (fused == "") and rows in (columns, 2 * columns)
     size = columns // heads
@@ -135,7 +133,7 @@ def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
 
 
 def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, config: Any) -> tuple[int, int]:
-    """(query heads, key-value heads) whose channels must share scales; (1, 1) where every channel is free."""
+    """Return the (query heads, key-value heads) whose channels must share scales; (1, 1) if every channel is free."""
     before = values[f"{prefix}{scaling.before}.weight"]
     if before.ndim == 1:
         return 1, 1
@@ -148,7 +146,7 @@ def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, con
 
 
 def query_heads(config: Any) -> int:
-    """How many heads the attention of a configuration has; 1 where there is none, or not the same in every block."""
+    """Return the number of attention heads; 1 without attention, or if blocks differ."""
     if "num_attention_heads" in (getattr(config, "per_layer_attributes", None) or ()):
         return 1
     heads = getattr(config, "num_attention_heads", 1)
@@ -158,9 +156,9 @@ def query_heads(config: Any) -> int:
 def fold(
     scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, scale: torch.Tensor, heads: tuple[int, int]
 ) -> None:
-    """Scale the columns of the layers in `values` (float32, by full name) by `scale` (K,); divide what is before.
+    """Scale the columns of the layers in `values` (float32, by full name) by `scale` (K,); divide the layer before.
 
-    `heads` are those of `heads_of`; the scales of query heads that read one value head are equal.
+    `heads` are those of `heads_of`; query heads that read one value head have equal scales.
     """
     for name in scaling.layers + scaling.follow:
         values[f"{prefix}{name}.weight"] = values[f"{prefix}{name}.weight"] * scale
@@ -184,9 +182,9 @@ _found: WeakKeyDictionary[nn.Module, list[list[Scaling]]] = WeakKeyDictionary()
 
 
 def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[Scaling]]:
-    """The scalings of each block of the skeleton of `config`, in the order in which they are to be searched.
+    """Return the scalings of each block, in the order in which to search them.
 
-    A skeleton is tried out once. Raises UnsupportedError where its blocks cannot be tried out.
+    A skeleton is tried out once. Raises UnsupportedError if its blocks cannot be tried out.
     """
     if skeleton.model not in _found:
         blocks: list[list[Scaling]] = [[] for _ in skeleton.blocks]
@@ -203,7 +201,7 @@ def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[S
 
 
 def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, int, list[str]]:
-    """(linear layers of the skeleton, those whose inputs none of `scalings` scales, their names in a block)."""
+    """Return (linear layers of the skeleton, those that `scalings` do not scale, their names in a block)."""
     total, left = 0, []
     for index, block in enumerate(scalings):
         scaled = {layer for scaling in block for layer in scaling.layers}
@@ -215,7 +213,7 @@ def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, in
 
 
 class _Trial:
-    """A block with the weights that it has, whose outputs, and what it shares, are compared with those of others."""
+    """Compares the outputs of a block, and the values that it shares, with those after a change of weights."""
 
     def __init__(self, block: StandIn) -> None:
         self._block = block
@@ -269,7 +267,7 @@ def _random_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
 
 
 def _candidates(block: StandIn, seen: Seen) -> list[list[Scaling]]:
-    """Scalings to try, in the order in which they are searched; of each list the first that holds is taken."""
+    """Return the scalings to try, in the order in which they are searched; the first valid one of each list counts."""
     choices: list[tuple[int, list[Scaling]]] = []
     fed: set[str] = set()
     for name, module in block.module.named_modules():
@@ -289,14 +287,14 @@ def _candidates(block: StandIn, seen: Seen) -> list[list[Scaling]]:
 
 
 def _readers(block: StandIn, seen: Seen, norm: str, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The linear layers that read what a norm returns, those of experts first, and what else has a weight for it."""
+    """Return the linear layers that read a norm's output, those of experts first, and other readers with a weight."""
     out, experts, layers, follow = seen.outputs[norm], [], [], []
     for name in seen.order:
         given, module = seen.inputs.get(name), block.module.get_submodule(name)
         if given is None or given.data_ptr() != out.data_ptr() or given.shape[-1] != width:
             continue
         weight = getattr(module, "weight", None)
-        for inside, part in module.named_modules(prefix=name):  # what experts get is perhaps scaled before
+        for inside, part in module.named_modules(prefix=name):  # inputs of experts may be scaled before
             if isinstance(part, Experts):
                 first = [f"{inside}.*.{matrix}" for matrix in part.first]
                 experts += [] if first[0] in experts else first
@@ -308,7 +306,7 @@ def _readers(block: StandIn, seen: Seen, norm: str, width: int) -> tuple[tuple[s
 
 
 def _linears_before(block: StandIn, seen: Seen, name: str) -> list[Scaling]:
-    """What may take the inverse of a layer's scale: linear layers beside it that ran before, the latest first."""
+    """Return scalings whose inverse goes into a sibling linear layer that ran before, the latest first."""
     sizes = {layer: tuple(block.module.get_parameter(f"{layer}.weight").shape) for layer in block.linears}
     place = name.rpartition(".")[0]
     beside = [other for other in block.linears if other.rpartition(".")[0] == place and other in seen.order]
@@ -323,6 +321,6 @@ def _linears_before(block: StandIn, seen: Seen, name: str) -> list[Scaling]:
 
 
 def _starred(name: str) -> str:
-    """The name with every expert taken for one."""
+    """Replace an expert's number by `*`."""
     expert = EXPERT.match(name)
     return name if expert is None else f"{expert.group(1)}.*{name[expert.end() :]}"
