@@ -8,9 +8,9 @@ transformers' code raises for it becomes one line (`running`). Of a tested archi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.errors import QuantkitError, UnsupportedError, one_line, reason_of, shortage_of
@@ -93,7 +93,7 @@ class ExpertNames:
     sent: bool = False
 
 
-Pairs = tuple[tuple[str, str], ...]  # the name in transformers and the published one
+Names = Mapping[str, str]  # the published name by that in transformers
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class PublishedNames:
 
     experts: ExpertNames = ExpertNames()
     renamed: tuple[str, str] = ("", "")
-    moved: Pairs = ()
-    moved_beside: tuple[str, Pairs] = ("", ())
-    written: Pairs = ()
+    moved: Names = field(default_factory=dict)
+    moved_beside: tuple[str, Names] | None = None
+    written: Names = field(default_factory=dict)
     split: str = ""
     left_alone: tuple[str, ...] = ()
 
@@ -123,33 +123,33 @@ _BIAS = "e_score_correction_bias"
 # By model_type; every other one has the names of transformers.
 PUBLISHED = {
     "aria_text": PublishedNames(ExpertNames(stacks=("experts.fc1.weight", "experts.fc2.weight"))),
-    "axk1": PublishedNames(moved=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),)),
+    "axk1": PublishedNames(moved={"mlp.post_mlp_layernorm": "post_mlp_layernorm"}),
     "axk2": PublishedNames(
-        moved=(
-            ("self_attn.q_gate_proj", "self_attn.q_b_proj"),
-            ("input_layernorm.mlp.fc1", "input_layernorm.W_down"),
-            ("input_layernorm.mlp.fc2", "input_layernorm.W_up"),
-            ("post_attention_layernorm.mlp.fc1", "post_attention_layernorm.W_down"),
-            ("post_attention_layernorm.mlp.fc2", "post_attention_layernorm.W_up"),
-        ),
+        moved={
+            "self_attn.q_gate_proj": "self_attn.q_b_proj",
+            "input_layernorm.mlp.fc1": "input_layernorm.W_down",
+            "input_layernorm.mlp.fc2": "input_layernorm.W_up",
+            "post_attention_layernorm.mlp.fc1": "post_attention_layernorm.W_down",
+            "post_attention_layernorm.mlp.fc2": "post_attention_layernorm.W_up",
+        },
         left_alone=("W_down", "W_up"),  # gates of norms
     ),
     "bailing_hybrid": PublishedNames(
         renamed=("model.embed_tokens", "model.word_embeddings"),
-        moved=(
-            ("self_attn.forget_gate.f_proj", "self_attn.f_proj"),
-            ("self_attn.forget_gate.dt_bias", "self_attn.dt_bias"),
-            ("self_attn.forget_gate.A_log", "self_attn.A_log"),
-            ("self_attn.o_proj", "self_attn.dense"),
-            ("self_attn", "attention"),
-            (f"mlp.gate.{_BIAS}", "mlp.gate.expert_bias"),
-        ),
+        moved={
+            "self_attn.forget_gate.f_proj": "self_attn.f_proj",
+            "self_attn.forget_gate.dt_bias": "self_attn.dt_bias",
+            "self_attn.forget_gate.A_log": "self_attn.A_log",
+            "self_attn.o_proj": "self_attn.dense",
+            "self_attn": "attention",
+            f"mlp.gate.{_BIAS}": "mlp.gate.expert_bias",
+        },
         split="self_attn.conv1d",
     ),
     "dots3_note_text": PublishedNames(left_alone=("indexer.weights_proj",)),
-    "ernie4_5_moe": PublishedNames(moved=(("mlp.gate.moe_statics", "mlp.moe_statics"),)),
-    "exaone_moe": PublishedNames(moved=((f"mlp.gate.{_BIAS}", f"mlp.{_BIAS}"),)),
-    "flint": PublishedNames(moved=(("self_attn.sinks", "self_attn.softmax_offset"),)),
+    "ernie4_5_moe": PublishedNames(moved={"mlp.gate.moe_statics": "mlp.moe_statics"}),
+    "exaone_moe": PublishedNames(moved={f"mlp.gate.{_BIAS}": f"mlp.{_BIAS}"}),
+    "flint": PublishedNames(moved={"self_attn.sinks": "self_attn.softmax_offset"}),
     "gpt_neox": PublishedNames(renamed=("lm_head", "embed_out")),
     **dict.fromkeys(
         ("granitemoe", "granitemoehybrid", "granitemoeshared"),
@@ -158,46 +158,46 @@ PUBLISHED = {
         ),
     ),
     "hy_v3": PublishedNames(
-        moved=(
-            ("mlp.gate", "mlp.router.gate"),
-            (f"mlp.{_BIAS}", "mlp.expert_bias"),
-            ("mlp.shared_experts", "mlp.shared_mlp"),
-        )
+        moved={
+            "mlp.gate": "mlp.router.gate",
+            f"mlp.{_BIAS}": "mlp.expert_bias",
+            "mlp.shared_experts": "mlp.shared_mlp",
+        }
     ),
     "kimi_linear": PublishedNames(
         _SPARSE,
-        moved=(
-            ("self_attn.forget_gate.f_a_proj", "self_attn.f_a_proj"),
-            ("self_attn.forget_gate.f_b_proj", "self_attn.f_b_proj"),
-            ("self_attn.forget_gate.dt_bias", "self_attn.dt_bias"),
-            ("self_attn.forget_gate.A_log", "self_attn.A_log"),
-            ("mlp.shared_experts", "block_sparse_moe.shared_experts"),  # they go there with their block
-        ),
-        written=(("mlp", "block_sparse_moe"),),
+        moved={
+            "self_attn.forget_gate.f_a_proj": "self_attn.f_a_proj",
+            "self_attn.forget_gate.f_b_proj": "self_attn.f_b_proj",
+            "self_attn.forget_gate.dt_bias": "self_attn.dt_bias",
+            "self_attn.forget_gate.A_log": "self_attn.A_log",
+            "mlp.shared_experts": "block_sparse_moe.shared_experts",  # they go there with their block
+        },
+        written={"mlp": "block_sparse_moe"},
         split="self_attn.conv1d",
     ),
     "kolibri1": PublishedNames(
-        moved=(
-            (f"mlp.gate.{_BIAS}", "moe.router.expert_bias"),
-            ("post_self_attn_layernorm", "post_attn_norm"),
-            ("post_mlp_layernorm", "post_ffn_norm"),
-        )
+        moved={
+            f"mlp.gate.{_BIAS}": "moe.router.expert_bias",
+            "post_self_attn_layernorm": "post_attn_norm",
+            "post_mlp_layernorm": "post_ffn_norm",
+        }
     ),
     "laguna": PublishedNames(
-        moved=((f"mlp.gate.{_BIAS}", f"mlp.experts.{_BIAS}"), ("mlp.shared_experts", "mlp.shared_expert"))
+        moved={f"mlp.gate.{_BIAS}": f"mlp.experts.{_BIAS}", "mlp.shared_experts": "mlp.shared_expert"}
     ),
     "lfm2_moe": PublishedNames(_W123),
-    "lfm3": PublishedNames(moved=(("self_attn.g_proj", "self_attn.gate_proj"),)),
+    "lfm3": PublishedNames(moved={"self_attn.g_proj": "self_attn.gate_proj"}),
     "llama4_text": PublishedNames(ExpertNames(sent=True)),
-    "mimo_v2_flash": PublishedNames(moved=(("self_attn.sinks", "self_attn.attention_sink_bias"),)),
+    "mimo_v2_flash": PublishedNames(moved={"self_attn.sinks": "self_attn.attention_sink_bias"}),
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), PublishedNames(_SPARSE)),
     "nemotron_h": PublishedNames(renamed=("model", "backbone")),
     "olmo_hybrid": PublishedNames(
         moved_beside=(
             "linear_attn",
-            (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm")),
+            {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"},
         ),
-        written=(("post_attention_layernorm", "feedforward_layer_norm"),),
+        written={"post_attention_layernorm": "feedforward_layer_norm"},
         split="linear_attn.conv1d",
     ),
     "phimoe": PublishedNames(replace(_SPARSE, router=("router", "gate"))),

@@ -102,10 +102,12 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
             _replace_stack(block, path, place, Stack(module, names.sent), names, origins)
         if row.split:
             split(block, path, row.split, origins)
-        part, further = row.moved_beside
-        for old, new in (*row.moved, *(further if hasattr(block, part) else ())):
+        moved = dict(row.moved)
+        if row.moved_beside is not None and hasattr(block, row.moved_beside[0]):
+            moved |= row.moved_beside[1]
+        for old, new in moved.items():
             move(block, path, old, new, origins)
-        for name, written in row.written:  # also found under the name that transformers writes
+        for name, written in row.written.items():  # also found under the name that transformers writes
             for own, parameter in block.named_parameters():
                 if own.startswith(f"{name}."):
                     other = f"{path}{written}{own.removeprefix(name)}"
@@ -124,7 +126,7 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
 def renamed(kind: str, path: str) -> str:
     """The dotted path that a module of the model has after `hold_linears`."""
     old, new = published_names(kind).renamed
-    for here, there in published_names(kind).moved:
+    for here, there in published_names(kind).moved.items():
         path = re.sub(rf"(\.\d+\.){re.escape(here)}(?=\.|$)", rf"\g<1>{there}", path, count=1)
     return new + path.removeprefix(old) if old and path.startswith(f"{old}.") else path
 
