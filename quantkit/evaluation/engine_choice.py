@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from quantkit.contracts.engine import Engine
 from quantkit.contracts.model import Model
@@ -17,7 +16,7 @@ from quantkit.contracts.registry import find_engine, find_format
 from quantkit.errors import DependencyError, RecipeError
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.models.source import Source
-from quantkit.recipe import EngineSpec, parse
+from quantkit.recipe import EngineSpec, Strict, parse
 from quantkit.report.records import EngineEntry
 from quantkit.system.device import CPU, described, find_device
 from quantkit.system.interpreter import look
@@ -34,6 +33,14 @@ NOT_ITS_FILES = (
     "it reads the files in the model's folder, which hold another one, or bear other names than it looks for. Make a "
     "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters"
 )
+
+
+class LoadedEntry(Strict):
+    """What the process of an engine reports of the model that it has loaded."""
+
+    dtype: str
+    device: str
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,15 @@ class ChosenEngine:
         prefixes = find_engine(self.name).variables
         return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
 
-    def entry(self, loaded: dict[str, Any]) -> EngineEntry:
-        """The engine in a report; `loaded` is what its process reports."""
-        device = described(loaded["device"])
-        return EngineEntry(**{**loaded, "name": self.name, "version": self.version, "device": device})
+    def entry(self, loaded: LoadedEntry) -> EngineEntry:
+        """The engine in a report."""
+        return EngineEntry(
+            name=self.name,
+            version=self.version,
+            dtype=loaded.dtype,
+            device=described(loaded.device),
+            notes=loaded.notes,
+        )
 
 
 def refusal(engine: Engine, model: Model) -> str | None:

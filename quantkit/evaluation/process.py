@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from quantkit import errors
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.evaluation.engine_choice import ChosenEngine
+from quantkit.evaluation.engine_choice import ChosenEngine, LoadedEntry
 from quantkit.progress import Progress, Step
 from quantkit.recipe import MOST_TOKENS, EvaluationSpec, Frozen, ModelRef, Strict, Words
 from quantkit.report.records import Measurement
@@ -105,26 +105,13 @@ def read_request(text: str) -> Request:
         raise EngineError(f"the request of an evaluation cannot be read: {place}: {first['msg']}") from None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChildResult:
-    """What a child reports: the loaded model's dtype, device and notes; measurements, or results of tasks."""
+    """What a child reports: the loaded model, its measurements, or results of tasks."""
 
-    loaded: dict[str, Any] = field(default_factory=dict)
-    measurements: list[Measurement] = field(default_factory=list)
-    tasks: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, kind: str, content: Any) -> None:
-        """Add what an event reports, or raise the error that it reports."""
-        if kind == "measurement":
-            self.measurements.append(Measurement.model_validate(content))
-        elif kind == "error":
-            known = getattr(errors, content["type"], None)
-            kind_of_error = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
-            raise kind_of_error(str(content["message"]))
-        elif kind in ("loaded", "tasks") and isinstance(content, dict):
-            setattr(self, kind, content)
-        else:
-            raise ValueError(f"an event of the kind {shown(kind)}")
+    loaded: LoadedEntry
+    measurements: tuple[Measurement, ...]
+    tasks: dict[str, Any]
 
 
 def run_child(request: Request, temp: Path, progress: Progress, forked: bool = False) -> ChildResult:
@@ -140,7 +127,9 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
     own = engine.python == sys.executable
     if not own:
         env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
-    result = ChildResult()
+    loaded: LoadedEntry | None = None
+    measurements: list[Measurement] = []
+    tasks: dict[str, Any] = {}
     steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
         forked = forked and engine.device == "cpu" and own
@@ -153,13 +142,23 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
                 for line in events:
                     with told(f"the engine {engine.name} told something unusable of {model}", EngineError):
                         [(kind, content)] = json.loads(line).items()
-                        if kind != "step":
-                            result.take(kind, content)
-                            continue
-                        step = steps.setdefault(content["title"], Step(content["title"], content["total"]))
-                        for name in ("done", "remark", "ended", "work"):
-                            setattr(step, name, content[name])
-                    progress.forward(step)
+                        match kind, content:
+                            case "step", dict():
+                                step = steps.setdefault(content["title"], Step(content["title"], content["total"]))
+                                for name in ("done", "remark", "ended", "work"):
+                                    setattr(step, name, content[name])
+                            case "loaded", dict():
+                                loaded = LoadedEntry.model_validate(content)
+                            case "measurement", dict():
+                                measurements.append(Measurement.model_validate(content))
+                            case "tasks", dict():
+                                tasks = content
+                            case "error", dict():
+                                raise _reported_error(content)
+                            case _:
+                                raise ValueError(f"an event of the kind {shown(kind)}")
+                    if kind == "step":
+                        progress.forward(step)
             code = child.wait()
         finally:
             if child.poll() is None:
@@ -173,9 +172,15 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             last = next((f": {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
             raise EngineError(f"the engine {engine.name} {how} while evaluating {model}{last}")
-        if not result.loaded:
+        if loaded is None:
             raise EngineError(f"the engine {engine.name} ended without a word while evaluating {model}")
-    return result
+    return ChildResult(loaded, tuple(measurements), tasks)
+
+
+def _reported_error(content: dict[str, Any]) -> QuantkitError:
+    known = getattr(errors, content["type"], None)
+    kind = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
+    return kind(str(content["message"]))
 
 
 def prepare() -> None:
