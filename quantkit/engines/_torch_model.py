@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROWS = 256  # positions that go through the output layer together
-PIECE_ROWS = 32  # of a piece: in float32 they stay in the processor's cache
+PIECE_ROWS = 32  # positions of a piece, which fits in the processor's cache
 
 
 class TorchModel:
@@ -42,13 +42,13 @@ class TorchModel:
                 yield states[window.scored]
 
     def head(self) -> OutputHead:
-        """Return the output layer, and what stands with it."""
+        """Return the output side of the model."""
         return OutputHead(self._model)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
         """Yield the logits of the scored positions in order, (n, V) with at most `PIECE_ROWS` positions each.
 
-        The output layer comes into memory when the first windows have gone through all blocks.
+        The output layer is loaded when the first windows have gone through all blocks.
         """
         head: OutputHead | None = None
         for states in self.states(windows):

@@ -67,7 +67,7 @@ class LlamaModel:
         self._c.llama_set_n_threads(self._context, threads, threads)
 
     def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:
-        """Go on with `ids` at position `start`; logits are computed of those from number `first` to before `last`."""
+        """Decode `ids` from position `start` on; logits are computed of those from index `first` to before `last`."""
         batch = self._batch
         last = len(ids) if last is None else last
         batch.n_tokens = len(ids)
@@ -84,13 +84,13 @@ class LlamaModel:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the scored positions in order; of a large vocabulary fewer positions at a time."""
+        """Yield (n, V) float32 of the scored positions in order; with a large vocabulary fewer at a time."""
         limit = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
         for window in windows:
             self._clear()
             ids, begin, stop = window.ids.tolist(), 0, window.scored.stop
             while begin < stop:
-                # Positions that are not scored take no room, so they come along.
+                # Positions that are not scored take no memory, so they are decoded along with the others.
                 end = min(len(ids), begin + BATCH, max(begin, window.first) + limit)
                 end = len(ids) if end >= stop and len(ids) - begin <= BATCH else end
                 first, last = max(window.first - begin, 0), min(stop, end) - begin

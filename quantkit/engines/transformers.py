@@ -58,7 +58,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
 
 
 def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
-    """Raise EngineError for artifacts whose layers would be computed wrongly, or not at all."""
+    """Raise EngineError for an artifact that transformers would compute wrongly, or not at all."""
     if model.artifact is not None:
         find_format(model.format).loaded_by(ENGINE.name).refuse(model.artifact, dtype, device)
 

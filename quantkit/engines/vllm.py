@@ -1,7 +1,7 @@
 """vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a GPU.
 
-Its pins rarely fit another environment: give the interpreter that has it with `--python`. Logits come from the hidden
-states that its model returns for a prompt, through its own output layer a few positions at a time.
+Its pins rarely fit another environment: name the interpreter that has it with `--python`. Its model returns the hidden
+states of a prompt, and its own output layer turns them into logits, a few positions at a time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PIECE_ROWS = 32  # positions that go through the output layer together
 LEAST_BATCH = 2048
 NOT_COMPILED = "vLLM without torch.compile, which takes it minutes at each start: its server generates faster"
 ROUNDED = "activations rounded to 8 bits, as vLLM does on this processor unless VLLM_CPU_INT4_W4A8=0"
-# Set where the user has not: a small store of keys and values, for one sequence; threads as OMP_NUM_THREADS says; one
-# token more than the context, which is sampled and never read.
+# Set if the user has not: a small cache of keys and values, for one sequence; threads by OMP_NUM_THREADS; one token
+# more than the context, which is sampled and never read.
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -98,7 +98,7 @@ class VllmModel:
                     if done.finished and made < count:
                         raise EngineError(f"vLLM stopped after {made} of {count} tokens")
         finally:
-            # Who asks for no more tokens leaves a request behind.
+            # A caller that stops early leaves a request behind.
             self._engine.abort_request([name])
             while self._engine.has_unfinished_requests():
                 self._engine.step()
@@ -137,7 +137,7 @@ def _find_device(asked: str) -> str:
 
 
 def _inspect(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
-    """The model itself, and whether one of its layers computes with activations of 8 bits."""
+    """Return the model, and whether one of its layers computes with activations of 8 bits."""
     return module, any(getattr(layer, "use_w4a8", False) for layer in module.modules())
 
 
