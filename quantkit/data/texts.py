@@ -41,14 +41,12 @@ BEGINNINGS = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text and the name that tables print for it. `parts` are the conversations of a text that has any, and the plain
-    texts between them, in order.
-    """
+    """A text."""
 
-    name: str
+    name: str  # in tables
     content: str
     bundled: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  # of a text with conversations: these and the plain texts between them, in order
 
     @property
     def sha256(self) -> str:

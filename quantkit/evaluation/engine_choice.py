@@ -45,21 +45,17 @@ class LoadedEntry(Strict):
 
 @dataclass(frozen=True)
 class ChosenEngine:
-    """An engine and how it computes a model. `version` is the one installed for the interpreter `python`.
-
-    `asked_device` is what the user asked for; so is `device` in another interpreter. `walk`: it computes block
-    by block, with hidden states of more than `offload_bytes` in a file. `named`: the user asked for this engine.
-    """
+    """An engine and how it computes a model."""
 
     name: str
-    version: str
+    version: str  # installed for the interpreter `python`
     dtype: str | None
     python: str
-    device: str
+    device: str  # with another interpreter than ours: `asked_device`
     asked_device: str
-    walk: bool = False
-    offload_bytes: int = 0
-    named: bool = False
+    walk: bool = False  # it computes block by block
+    offload_bytes: int = 0  # in a walk, more bytes of hidden states go to a file
+    named: bool = False  # the user asked for this engine
 
     @property
     def variables(self) -> list[str]:

@@ -38,7 +38,7 @@ from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
 LIMITS = MemoryLimits()
-TRIAL_BATCHES = 2  # of windows that go through a walk's first block; one is computed whole
+TRIAL_BATCHES = 2  # through a walk's first block; without a walk one batch is computed
 
 
 def evaluate(
@@ -129,20 +129,16 @@ def resolve(spec: EvaluationSpec) -> EvaluationSpec:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured on what by what: everything that decides the figures, before anything is computed.
-
-    `source` is what divergences are measured from, None if they are not. `plan` says how much of the model is in memory
-    at a time, `baseline_plan` the same of the source, None if its baseline is there or not needed.
-    """
+    """Everything that decides the figures, before anything is computed."""
 
     model: Model
     spec: EvaluationSpec
     text: Text
     engine: ChosenEngine
     cut: Cut
-    source: Source | None
+    source: Source | None  # divergences are measured from it
     plan: MemoryPlan
-    baseline_plan: MemoryPlan | None
+    baseline_plan: MemoryPlan | None  # None if the source's baseline is stored or not needed
     notes: tuple[str, ...]
 
     @property
@@ -159,7 +155,7 @@ class Evaluation:
     def decides(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> dict[str, Any]:
         """Return all that the figures depend on, with the `baseline` that is used, as JSON values.
 
-        They are measured on this machine if no other `hardware` is given.
+        `hardware` is by default that of this machine.
         """
         engine = self.engine
         return {
@@ -178,7 +174,7 @@ class Evaluation:
         }
 
     def fingerprint(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> str:
-        """Return a hash of all that the figures depend on, by default on this machine."""
+        """Return a hash of all that the figures depend on."""
         decides = json.dumps(self.decides(baseline, hardware), sort_keys=True)
         return hashlib.sha256(decides.encode()).hexdigest()
 
@@ -191,10 +187,7 @@ def prepare(
     source: Source | None = None,
     memory: MemoryLimits = LIMITS,
 ) -> Evaluation:
-    """Check and decide everything that can be decided before anything is computed; see `evaluate`.
-
-    `source` is the artifact's, if it is at hand.
-    """
+    """Check and decide everything before anything is computed; `source` is the artifact's, if it is at hand."""
     named, spec = spec.probes, resolve(spec)
     if model.artifact is not None:
         refuse_untrue(model.artifact)
@@ -305,10 +298,10 @@ def _requests(
 
 
 def _exact_source(model: Model, source: Source | None) -> Source | str | None:
-    """Return what divergences are measured from: the model itself, the `source` at hand, or the manifest's source.
+    """Return what divergences are measured from: the model itself, the given `source`, or the manifest's source.
 
-    If there is none, return the reason. Raises ArtifactError for another `source` than the artifact was made from,
-    RecipeError for one besides a model that is a source itself.
+    If there is none, return the reason. Raises ArtifactError if the artifact was made from another source, RecipeError
+    for a source of a model that is a source itself.
     """
     if source is not None:
         _refuse_other_source(model, source)
@@ -353,7 +346,7 @@ def _refuse_other_source(model: Model, source: Source) -> None:
 
 
 class Part(Strict):
-    """A model that is computed: the bytes of memory that it needs, and about how many seconds."""
+    """The forecast of one model that is computed."""
 
     what: str
     engine: str
@@ -381,10 +374,10 @@ def forecast(
     memory: MemoryLimits | None = None,
     **settings: Any,
 ) -> EvaluationForecast:
-    """Forecast what `evaluate` would take for the probe perplexity; nothing that is written stays.
+    """Forecast memory, disk and time that `evaluate` takes for the probe perplexity; a note names other probes.
 
-    The first windows, or of a walk their first decoder block, are computed for real. A note names the other probes that
-    are asked for. Raises what `evaluate` raises before it computes anything.
+    The first windows, or their first decoder block in a walk, are computed for real. Raises what `evaluate` raises
+    before it computes anything.
     """
     asked = resolve(spec_of(EvaluationSpec, settings, "evaluation", text=text))
     if "perplexity" not in asked.probes:
@@ -419,11 +412,11 @@ def _part(what: str, plan: MemoryPlan, seconds: float) -> Part:
 
 
 class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
-    """Ends the trial: a block is done."""
+    """Ends the trial after the first block."""
 
 
 def _seconds(evaluation: Evaluation, model: Model, plan: MemoryPlan, heads: int) -> float:
-    """About how long `model` takes: to load it and compute all windows, with `heads` output layers for their states."""
+    """Estimate the time to load `model` and compute all windows, with `heads` output layers."""
     cut, walk = evaluation.cut, plan.engine.walk
     batches = list(alike(cut.windows))[: TRIAL_BATCHES if walk else 1]
     first = tuple(window for batch in batches for window in batch)

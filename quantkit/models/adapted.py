@@ -44,14 +44,11 @@ OTHER_BASE = "Give the base model that the adapter was made for."
 
 
 class Change(NamedTuple):
-    """An adapter's change of one tensor: `apply` returns the new values, in float32.
-
-    `puts`: they do not depend on the old ones. `copies`: tensors of this size that are in memory meanwhile.
-    """
+    """An adapter's change of one tensor, in float32."""
 
     apply: Callable[[torch.Tensor], torch.Tensor]
-    puts: bool = False
-    copies: int = 3  # the values before and after, and the update
+    puts: bool = False  # the new values do not depend on the old ones
+    copies: int = 3  # of the tensor in memory: the values before and after, and the update
 
 
 class AdapterTargets:

@@ -78,19 +78,15 @@ def block_of(index: int, module: object) -> str:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What published checkpoints call an expert's matrices and, where they are other names than transformers' own, the
-    experts' block, its router, and the stacks of (gate and up, down) matrices.
-
-    `sent`: the stack is called with what each expert gets, all tokens for each of them, zeros where it gets none.
-    """
+    """Published names of an expert's matrices; the others are empty if transformers has the same."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    block: str = ""
-    router: tuple[str, str] = ("", "")
-    stacks: tuple[str, str] = ("", "")
-    sent: bool = False
+    block: str = ""  # that holds the experts
+    router: tuple[str, str] = ("", "")  # in transformers and published
+    stacks: tuple[str, str] = ("", "")  # of gate and up, and of down
+    sent: bool = False  # the stack is called with all tokens for each expert, zeros for those that it does not get
 
 
 Names = Mapping[str, str]  # the published name by that in transformers
@@ -98,22 +94,16 @@ Names = Mapping[str, str]  # the published name by that in transformers
 
 @dataclass(frozen=True)
 class PublishedNames:
-    """How published checkpoints of a model type differ from transformers' modules.
-
-    `renamed`: a part of the model, in transformers and published. All other names are those within a block. `moved`:
-    modules or parameters; `moved_beside`: further ones, where the block has the part that is named first. `written`:
-    parts that transformers saves under another name than published checkpoints have. `split`: a convolution that is
-    published as one for each of queries, keys and values. `left_alone`: linear layers that are not quantized, by parts
-    of their names: published quantized checkpoints leave them alone, or the classes of all other architectures with
-    such a layer keep it in float32.
-    """
+    """How published checkpoints of a model type differ from transformers' modules; by names within a block."""
 
     experts: ExpertNames = ExpertNames()
-    renamed: tuple[str, str] = ("", "")
-    moved: Names = field(default_factory=dict)
-    moved_beside: tuple[str, Names] | None = None
-    written: Names = field(default_factory=dict)
-    split: str = ""
+    renamed: tuple[str, str] = ("", "")  # a part of the model, in transformers and published
+    moved: Names = field(default_factory=dict)  # modules or parameters
+    moved_beside: tuple[str, Names] | None = None  # further ones in blocks that have the part named first
+    written: Names = field(default_factory=dict)  # parts that transformers saves under another name than published
+    split: str = ""  # a convolution that is published as one for each of queries, keys and values
+    # Parts of names of linear layers that are not quantized: published quantized checkpoints leave them alone, or the
+    # classes of all other architectures with such a layer keep it in float32.
     left_alone: tuple[str, ...] = ()
 
 

@@ -33,19 +33,18 @@ OFFSETS = (0.0, 1.0)  # what norms add to their weights
 
 @dataclass(frozen=True)
 class Scaling:
-    """Input channels of `layers` can be scaled because `before` (a norm or a linear layer) can take the inverse.
+    """Input channels of `layers` can be scaled because `before` can take the inverse.
 
-    Names are those within a block; `*` stands for every expert. `follow`: unquantized readers of the same output, such
-    as a router. `fused`: only some rows of `before` take the inverse, those that `layers` read: the values of a stacked
-    `qkv`, also if each group of heads has its q, k, v (`qkv_by_group`), or each head its k, v (`kv_by_head`); the
-    second half of `gate_up`. `offset`: the norm multiplies by weight + offset.
+    Names are those within a block; `*` stands for every expert. `fused`: only the rows of `before` that `layers` read
+    take the inverse: the values of a stacked `qkv`, also if each group of heads has its q, k, v (`qkv_by_group`), or
+    each head its k, v (`kv_by_head`); the second half of `gate_up`.
     """
 
-    before: str
+    before: str  # a norm or a linear layer
     layers: tuple[str, ...]
-    follow: tuple[str, ...] = ()
+    follow: tuple[str, ...] = ()  # unquantized readers of the same output, such as a router
     fused: Fused = ""
-    offset: float = 0.0
+    offset: float = 0.0  # the norm multiplies by weight + offset
 
 
 _ATTENTION = (

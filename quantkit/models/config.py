@@ -300,15 +300,11 @@ def _stated(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class Beside:
-    """Values of each token that go from block to block.
+    """What goes from block to block for each token."""
 
-    `states` hidden states (most models have one), values `of_text` that blocks are called with, and values that blocks
-    `shared` with later ones.
-    """
-
-    states: int = 1
-    of_text: int = 0
-    shared: int = 0
+    states: int = 1  # hidden states
+    of_text: int = 0  # values that blocks are called with
+    shared: int = 0  # values that blocks share with later ones
 
 
 def beside_states(settings: Any) -> Beside:

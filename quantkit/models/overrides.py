@@ -24,14 +24,11 @@ Multipliers = NDArray[np.float32]  # one, or one for each row
 
 @dataclass(frozen=True)
 class Override:
-    """A replaced or further tensor: `read(start, stop)` computes its rows in the dtype of `info`.
-
-    `memory` is the most bytes that this takes besides the returned rows.
-    """
+    """A replaced or further tensor."""
 
     info: TensorInfo
-    read: Callable[[int, int], NDArray[Any]]
-    memory: int = 0
+    read: Callable[[int, int], NDArray[Any]]  # (start, stop) -> these rows, in the dtype of `info`
+    memory: int = 0  # most bytes that this takes besides the returned rows
 
 
 class OverriddenSource(Source):

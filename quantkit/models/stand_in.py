@@ -159,19 +159,15 @@ class Seen:
 
 @dataclass
 class StandIn:
-    """A block with random weights in float32, its arguments, and hidden states (1, T, D).
+    """A block with random weights in float32, its arguments, and hidden states (1, T, D)."""
 
-    `indices` are the blocks of the skeleton that it stands for, `linears` the names of its linear layers, `shared` the
-    values that earlier blocks put into the shared mapping.
-    """
-
-    indices: list[int]
+    indices: list[int]  # of the blocks that it stands for
     module: nn.Module
     arguments: Arguments
     hidden: torch.Tensor
-    linears: tuple[str, ...]
+    linears: tuple[str, ...]  # names of its linear layers
     settings: Any
-    shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # by earlier blocks
 
     def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the block's outputs with these parameters: (1, T, D), and the values that it shares."""

@@ -25,19 +25,14 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the value of a parameter is if it is not the tensor of the same name.
-
-    `name` and `shape` are the checkpoint's tensor, `also` another name of it; `transposed`: it is (in, out); `expert`
-    and `rows` (first, end, step) cut a matrix or bias out of a stack (experts, out, in), `rows` alone out of a joined
-    tensor.
-    """
+    """The checkpoint's tensor that holds a parameter, if it is not the tensor of the same name."""
 
     name: str
     shape: tuple[int, ...]
-    transposed: bool = False
-    expert: int | None = None
-    rows: tuple[int, int, int] = (0, 0, 1)
-    also: str = ""
+    transposed: bool = False  # it is (in, out)
+    expert: int | None = None  # it is a stack (experts, out, in)
+    rows: tuple[int, int, int] = (0, 0, 1)  # first, end, step: of the expert's matrix, or of a joined tensor
+    also: str = ""  # another name of the tensor
 
 
 def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
