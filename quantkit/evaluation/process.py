@@ -58,24 +58,21 @@ class BaselineRef(Strict):
 
 
 class MeasureRequest(Frozen):
-    """Run `probes` on the windows in a file, and those of speed again with each of `further_threads`.
-
-    The positions of finished batches go to the file `resume`, in the end all positions to the file `save`.
-    """
+    """Run `probes`, and those of speed again with each of `further_threads`."""
 
     kind: Literal["measure"] = "measure"
     load: LoadRequest
-    windows: str
+    windows: str  # a file, as `Cut.save` writes it
     spec: EvaluationSpec
     probes: tuple[str, ...]
-    resume: str
+    resume: str  # the file of the positions of finished batches
     further_threads: tuple[int, ...] = ()
     baseline: BaselineRef | None = None
-    save: str | None = None
+    save: str | None = None  # the file for all positions
 
 
 class BaselineRequest(Frozen):
-    """Make the baseline `key` of the model, which is a source, on the windows in a file."""
+    """Make the baseline `key` of the model, which is a source."""
 
     kind: Literal["baseline"] = "baseline"
     load: LoadRequest

@@ -33,25 +33,17 @@ EMBEDDINGS = (
 
 
 class Source(ABC):
-    """A model's files, read-only. Each kind of files has a subclass.
-
-    `model` is the user's name for it, `format` that of the files in `folder`, `config` the content of config.json,
-    `tensors` the type, shape and place of each tensor.
-
-    Of a multimodal checkpoint, `config` and `tensors` are those of the text half (text_half.py), whose published names
-    begin with `text_prefixes`; `whole_config` is the whole config.json. `passthrough` are tensors outside the model
-    that artifacts hold as they are: published names to own names; `others` describes them by own name.
-    """
+    """A model's files, read-only. Each kind of files has a subclass."""
 
     folder: Path
-    model: str
+    model: str  # the user's name for it
     revision: str | None = None
-    config: dict[str, Any]
+    config: dict[str, Any]  # config.json; of a multimodal checkpoint that of the text half (text_half.py)
     whole_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     text_prefixes: TextPrefixes | None = None
-    passthrough: Mapping[str, str] = MappingProxyType({})
-    others: Mapping[str, TensorInfo] = MappingProxyType({})
+    passthrough: Mapping[str, str] = MappingProxyType({})  # tensors outside the model: published names to own names
+    others: Mapping[str, TensorInfo] = MappingProxyType({})  # the same tensors by own name
     adapters: tuple[Adapter, ...] = ()  # merged into the values, in this order
     proven_finite = False  # every tensor was read and holds no NaN or infinity
     format = "float"
