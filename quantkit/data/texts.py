@@ -73,12 +73,12 @@ def load_text(path: str | None, split: Split) -> Text:
 
 
 def sample_text(split: Split) -> Text:
-    """The part of the bundled sample for `split`."""
+    """Return the bundled sample for `split`."""
     return bundled_text("sample", split)
 
 
 def bundled_text(name: str, split: Split) -> Text:
-    """The part of the bundled text of that name for `split`."""
+    """Return a bundled text for `split`."""
     if name == "sample":
         first, second = _articles()
         sections = (_bundled(f"kinds/{kind}_calibration.txt") for kind in SECTIONS)
@@ -91,7 +91,7 @@ def bundled_text(name: str, split: Split) -> Text:
 
 
 def _of_parts(name: str, parts: tuple[Part, ...], content: str) -> Text:
-    """A text of these parts. `content` stands for conversations; plain texts alone are joined instead."""
+    """Make a text of parts; `content` stands for conversations, plain texts alone are joined."""
     if any(isinstance(part, Conversation) for part in parts):
         return Text(name, content, parts=parts)
     return Text(name, "".join(map(str, parts)))
@@ -119,7 +119,7 @@ def _wikitext(split: Split) -> Text | None:
 
 
 def parts_of(name: str, split: Split) -> tuple[Part, ...]:
-    """The documents of one of `KINDS`, or of all in turn for ``mixed``."""
+    """Return the documents of one of `KINDS`, or of all in turn for ``mixed``."""
     if name == "mixed":
         return _in_turn([parts_of(kind, split) for kind in KINDS])
     if name == "articles":
@@ -141,7 +141,7 @@ def _articles() -> tuple[str, str]:
 
 
 def _in_turn(kinds: list[tuple[Part, ...]]) -> tuple[Part, ...]:
-    """All documents, in an order in which every stretch holds each kind in proportion to its size."""
+    """Order all documents so that every stretch holds each kind in proportion to its size."""
     placed: list[tuple[float, Part]] = []
     for parts in kinds:
         sizes = [len(part) if isinstance(part, str) else len(part.plain) for part in parts]
