@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -124,10 +125,6 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
     own = engine.python == sys.executable
     if not own:
         env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
-    loaded: LoadedEntry | None = None
-    measurements: list[Measurement] = []
-    tasks: dict[str, Any] = {}
-    steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
         forked = forked and engine.device == "cpu" and own
         child = (forked and forking.fork(WORKER, [str(path)], write_end, log.fileno(), env)) or start(
@@ -136,26 +133,7 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
         os.close(write_end)
         try:
             with os.fdopen(read_end, encoding="utf-8") as events:
-                for line in events:
-                    with told(f"the engine {engine.name} told something unusable of {model}", EngineError):
-                        [(kind, content)] = json.loads(line).items()
-                        match kind, content:
-                            case "step", dict():
-                                step = steps.setdefault(content["title"], Step(content["title"], content["total"]))
-                                for name in ("done", "remark", "ended", "work"):
-                                    setattr(step, name, content[name])
-                            case "loaded", dict():
-                                loaded = LoadedEntry.model_validate(content)
-                            case "measurement", dict():
-                                measurements.append(Measurement.model_validate(content))
-                            case "tasks", dict():
-                                tasks = content
-                            case "error", dict():
-                                raise _reported_error(content)
-                            case _:
-                                raise ValueError(f"an event of the kind {shown(kind)}")
-                    if kind == "step":
-                        progress.forward(step)
+                result = _read_events(events, f"the engine {engine.name} told something unusable of {model}", progress)
             code = child.wait()
         finally:
             if child.poll() is None:
@@ -169,15 +147,40 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             last = next((f": {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
             raise EngineError(f"the engine {engine.name} {how} while evaluating {model}{last}")
-        if loaded is None:
-            raise EngineError(f"the engine {engine.name} ended without a word while evaluating {model}")
-    return ChildResult(loaded, tuple(measurements), tasks)
+    if result is None:
+        raise EngineError(f"the engine {engine.name} ended without a word while evaluating {model}")
+    return result
 
 
-def _reported_error(content: dict[str, Any]) -> QuantkitError:
-    known = getattr(errors, content["type"], None)
-    kind = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
-    return kind(str(content["message"]))
+def _read_events(events: Iterable[str], what: str, progress: Progress) -> ChildResult | None:
+    """Forward steps and raise the error that the child reports; return its result, None if it has loaded no model."""
+    loaded: LoadedEntry | None = None
+    measurements: list[Measurement] = []
+    tasks: dict[str, Any] = {}
+    steps: dict[str, Step] = {}
+    for line in events:
+        with told(what, EngineError):
+            [(kind, content)] = json.loads(line).items()
+            match kind, content:
+                case "step", dict():
+                    step = steps.setdefault(content["title"], Step(content["title"], content["total"]))
+                    for name in ("done", "remark", "ended", "work"):
+                        setattr(step, name, content[name])
+                case "loaded", dict():
+                    loaded = LoadedEntry.model_validate(content)
+                case "measurement", dict():
+                    measurements.append(Measurement.model_validate(content))
+                case "tasks", dict():
+                    tasks = content
+                case "error", dict():
+                    known = getattr(errors, content["type"], None)
+                    error = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
+                    raise error(str(content["message"]))
+                case _:
+                    raise ValueError(f"an event of the kind {shown(kind)}")
+        if kind == "step":
+            progress.forward(step)
+    return None if loaded is None else ChildResult(loaded, tuple(measurements), tasks)
 
 
 def prepare() -> None:
