@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.artifact import Artifact
+from quantkit.contracts.model import ModelLike
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError
 from quantkit.evaluation.engine_choice import REFERENCE, choose, own_device
 from quantkit.evaluation.evaluate import LIMITS, measure, open_with_source, prepare
-from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, spec_of
 from quantkit.report.records import Report
@@ -63,7 +62,7 @@ class CrossCheck:
 
 
 def cross_check(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     text: str | None = None,
     *,
     source: str | Path | ModelRef | None = None,

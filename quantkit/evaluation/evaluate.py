@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import Artifact, SourceEntry, package_versions
+from quantkit.artifact import SourceEntry, package_versions
 from quantkit.calibration.tokens import seen_notes
-from quantkit.contracts.model import Model
+from quantkit.contracts.model import Model, ModelLike
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Cut, alike, positions_in, tokens_in
 from quantkit.conversion.agreement import refuse_untrue
@@ -42,7 +42,7 @@ TRIAL_BATCHES = 2  # through a walk's first block; without a walk one batch is c
 
 
 def evaluate(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     probes: tuple[str, ...] | list[str] = (),
     text: str | None = None,
     *,
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def _open_and_prepare(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     source: str | Path | ModelRef | None,
     spec: EvaluationSpec,
     engine: str | EngineSpec | None,
@@ -80,9 +80,7 @@ def _open_and_prepare(
     return prepare(opened, spec, text, choose(opened, engine), exact, memory or LIMITS)
 
 
-def open_with_source(
-    model: str | Path | ModelRef | Artifact | Source, source: str | Path | ModelRef | None = None
-) -> tuple[Model, Source | None]:
+def open_with_source(model: ModelLike, source: str | Path | ModelRef | None = None) -> tuple[Model, Source | None]:
     """Open the model to evaluate and, if known, its unquantized source.
 
     Adapters of an artifact belong to its source. Raises RecipeError if the manifest does not say enough to find that.
@@ -366,7 +364,7 @@ class EvaluationForecast(Strict):
 
 
 def forecast(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     text: str | None = None,
     *,
     source: str | Path | ModelRef | None = None,

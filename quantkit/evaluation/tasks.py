@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadedModel
-from quantkit.contracts.model import Model
+from quantkit.contracts.model import Model, ModelLike
 from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
 from quantkit.errors import RecipeError, UnsupportedError, missing_package
@@ -25,9 +24,8 @@ from quantkit.evaluation.process import LoadRequest, TaskSpec, TasksRequest, run
 from quantkit.evaluation.scores import score
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of, note_beyond_context
-from quantkit.models.source import Source
 from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, ModelRef, Strict, spec_of
+from quantkit.recipe import EngineSpec, Strict, spec_of
 from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine
 from quantkit.system.device import described
 from quantkit.system.interpreter import look
@@ -54,7 +52,7 @@ class TaskReport(Strict):
 
 
 def evaluate_tasks(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     tasks: tuple[str, ...] | list[str],
     *,
     engine: str | EngineSpec | None = None,
