@@ -152,8 +152,8 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
 
 def _holds(stats: WeightStats, dtype: str | None) -> int:
     # What the processor does not compute in becomes float32.
-    kept = (stats.bits or "").startswith("int8") and dtype in (None, stats.bits)
-    return stats.weight_bytes if kept else max(4 * stats.parameters, stats.weight_bytes)
+    quantized = (stats.bits or "").startswith("int8") and dtype in (None, stats.bits)
+    return stats.weight_bytes if quantized else max(4 * stats.parameters, stats.weight_bytes)
 
 
 ENGINE = Engine(

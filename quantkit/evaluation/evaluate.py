@@ -269,7 +269,7 @@ def _make_baseline(evaluation: Evaluation, windows: Path, progress: Progress) ->
 def _requests(
     evaluation: Evaluation, windows: Path, fingerprint: str, save: Path | None
 ) -> Iterator[tuple[MeasureRequest, bool]]:
-    """What child processes are asked, one after the other, and whether each is forked."""
+    """Yield the requests to child processes, and whether each child is forked."""
     spec, engine, baseline = evaluation.spec, evaluation.engine, evaluation.baseline
     found = find_engine(engine.name)
 
@@ -333,7 +333,7 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             f"{other}, or other files of the name). Give the same, in the same order, with --adapter."
         )
     made_from, given = entry.hashes, source.hashes
-    same_config = model.config == source.config  # whatever its file looks like
+    same_config = model.config == source.config  # the bytes of the file do not matter
     for name in sorted(made_from.keys() | given.keys()):
         if made_from.get(name) != given.get(name) and not (same_config and name == "config.json"):
             one, other = (str(hashes.get(name, "no such file"))[:12] for hashes in (made_from, given))

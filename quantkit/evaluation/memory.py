@@ -103,15 +103,15 @@ def dims_of(config: dict[str, Any]) -> ModelDims:
     with told("the sizes in config.json cannot be used", UnsupportedError):
         hidden = int(settings.hidden_size)
         inner = getattr(settings, "intermediate_size", None) or getattr(settings, "ffn_dim", None) or 4 * hidden
-        beside = beside_states(settings)
+        values = beside_states(settings)
         return ModelDims(
             vocabulary=int(settings.vocab_size),
             hidden=hidden,
             inner=max(inner) if isinstance(inner, list) else int(inner),
             tied=bool(getattr(settings, "tie_word_embeddings", False)),
             blocks=max(1, int(settings.num_hidden_layers)),
-            flowing=hidden * beside.states + beside.of_text + beside.shared,
-            tables=hidden + beside.of_text,
+            flowing=hidden * values.states + values.of_text + values.shared,
+            tables=hidden + values.of_text,
         )
 
 

@@ -308,8 +308,8 @@ def _linears_before(block: StandIn, seen: Seen, name: str) -> list[Scaling]:
     """Return scalings whose inverse goes into a sibling linear layer that ran before, the latest first."""
     sizes = {layer: tuple(block.module.get_parameter(f"{layer}.weight").shape) for layer in block.linears}
     place = name.rpartition(".")[0]
-    beside = [other for other in block.linears if other.rpartition(".")[0] == place and other in seen.order]
-    earlier = sorted((other for other in beside if seen.order[other] < seen.order[name]), key=seen.order.__getitem__)
+    siblings = [other for other in block.linears if other.rpartition(".")[0] == place and other in seen.order]
+    earlier = sorted((one for one in siblings if seen.order[one] < seen.order[name]), key=seen.order.__getitem__)
     heads = query_heads(block.settings)
     return [
         Scaling(_starred(other), (_starred(name),), fused=fused)

@@ -329,7 +329,7 @@ def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str],
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     block = re.compile(rf"{re.escape(skeleton.blocks_path.removeprefix(prefix))}\.(\d+)\.")
     layers = {name for one in skeleton.blocks for name, _ in one.named_parameters()}
-    useless, beside = [], []
+    useless, outside = [], []
     for name in unused:
         found = block.match(plain[name])
         known = any(pattern.search(name) for pattern in ignored)
@@ -344,5 +344,5 @@ def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str],
                 f"tensor {name} of a further one. Give the config.json that belongs to these weights."
             )
         elif plain[name] not in buffers:
-            beside.append(name)
-    return sorted(set(unused) - set(beside) - set(useless)), useless, beside
+            outside.append(name)
+    return sorted(set(unused) - set(outside) - set(useless)), useless, outside

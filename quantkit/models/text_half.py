@@ -39,7 +39,7 @@ STATED = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embedd
 
 @dataclass(frozen=True)
 class TextPrefixes:
-    """What the published names of the text half's decoder and output layer begin with."""
+    """The beginnings of the published names of the text half's decoder and output layer."""
 
     base: str
     head: str
@@ -137,11 +137,11 @@ def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable
     return inside | own | {name: value for name, value in whole.items() if name in unstated and alone[name] != value}
 
 
-def roots(kept: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Return the outermost modules that hold tensors of `kept` and none of `names`, all published names, sorted."""
+def roots(outside: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Return the outermost modules that hold tensors of `outside` and none of `names`, all published names, sorted."""
     others = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
     found = set()
-    for name in kept:
+    for name in outside:
         parts = name.split(".")
         outer = (".".join(parts[:count]) for count in range(1, len(parts)))
         if (root := next((path for path in outer if path not in others), None)) is not None:

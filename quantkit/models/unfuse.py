@@ -54,8 +54,8 @@ def left_alone(model: Any, block: nn.Module) -> set[str]:
     alone = published_names(model.config.model_type).left_alone
     own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, alone)
     parts = "|".join(re.escape(part) for names in own for part in names or ())
-    kept = re.compile(rf"(?:^|\.)(?:{parts})(?:\.|$)")
-    return {name for name, _ in _linears(block) if parts and kept.search(f"{name}.weight")}
+    pattern = re.compile(rf"(?:^|\.)(?:{parts})(?:\.|$)")
+    return {name for name, _ in _linears(block) if parts and pattern.search(f"{name}.weight")}
 
 
 def too_small(block: nn.Module, states: int) -> set[str]:
@@ -304,23 +304,23 @@ class Joined(nn.Module):
 def split(block: nn.Module, path: str, old: str, origins: dict[str, Origin]) -> None:
     """Replace the convolution at `old`, if a block has it, by one for each of queries, keys and values."""
     holder, _, name = old.rpartition(".")
-    beside: Any = dict(block.named_modules()).get(holder)
-    whole = getattr(beside, name, None)
+    parent: Any = dict(block.named_modules()).get(holder)
+    whole = getattr(parent, name, None)
     if whole is None:
         return
     shape, first, parts = tuple(whole.weight.shape), 0, []
-    delattr(beside, name)
+    delattr(parent, name)
     for kind in ("q", "k", "v"):
-        count = int(getattr(beside, f"{kind}_proj").out_features)
+        count = int(getattr(parent, f"{kind}_proj").out_features)
         part = nn.Conv1d(count, count, shape[2], groups=count, bias=False, device="meta")
-        beside.add_module(f"{kind}_{name}", part)
+        parent.add_module(f"{kind}_{name}", part)
         place = f"{path}{holder}.{kind}_{name}.weight"
         origins[place] = Origin(f"{path}{old}.weight", shape, rows=(first, first + count, 1))
         parts.append(part)
         first += count
     if first != shape[0]:
         raise ValueError(f"{path}{old} has {shape[0]} channels, and queries, keys and values have {first}")
-    object.__setattr__(beside, name, Joined(parts))  # past nn.Module, which would register it
+    object.__setattr__(parent, name, Joined(parts))  # past nn.Module, which would register it
 
 
 def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
