@@ -10,8 +10,8 @@ import numpy as np
 from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.method import CalibrationTokens, CheckedJob
 from quantkit.contracts.windows import Window
-from quantkit.data.chat import said
-from quantkit.data.passages import WORDS, kept_of, seen_in
+from quantkit.data.chat import plain_texts
+from quantkit.data.passages import WORDS, seen_in, sketch_of
 from quantkit.data.texts import Text, ids_of, load_text
 from quantkit.errors import TextError
 from quantkit.models.config import note_beyond_context, refuse_ids
@@ -56,7 +56,7 @@ def draw_tokens(
     rows = ids[: have * spec.length].reshape(have, spec.length)[chosen]
     entry = CalibrationEntry(
         text=text.name, sha256=text.sha256, sequences=count, length=spec.length, requested=spec.sequences,
-        passages=kept_of(_decoded(tokenizer, row) for row in rows),
+        passages=sketch_of(_decoded(tokenizer, row) for row in rows),
     )  # fmt: skip
     return CalibrationTokens(rows, entry)
 
@@ -82,7 +82,7 @@ def seen_notes(
     same = f"calibrated on the text that judges it, sha256 {text.sha256[:12]}" if entry.sha256 == text.sha256 else ""
     if not entry.passages:
         return (f"{same}: {FLATTERS}",) if same else ()
-    among = said(text.parts) if text.parts else None
+    among = plain_texts(text.parts) if text.parts else None
     found = seen_in(entry.passages, (_decoded(tokenizer, window.ids) for window in windows), among)
     if found.seen < LEAST_SEEN or found.share < LEAST_SHARE:
         return (f"{same}, though on other parts of it",) if same else ()

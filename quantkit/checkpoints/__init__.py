@@ -1,1 +1,1 @@
-"""Safetensors files: read lazily, spooled, journalled, written, whatever their tensors mean."""
+"""Safetensors files: read lazily, spooled with a journal, written."""

@@ -2,8 +2,8 @@
 
 Fields: https://huggingface.co/docs/peft/package_reference/lora, names of tensors:
 https://huggingface.co/docs/peft/developer_guides/checkpoint. An unknown field with a value is refused: it may change
-what the adapter computes. Not supported: other kinds than LoRA, variants of LoRA but rsLoRA and DoRA, initial values
-that change the base model's own weights (pissa, olora, corda, loftq, lora_ga).
+the result. Not supported: other kinds than LoRA, rsLoRA and DoRA, and initial values that change the base model's own
+weights (pissa, olora, corda, loftq, lora_ga).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MERGE_FIRST = "Merge it with peft (merge_and_unload) and give the merged folder 
 AGAIN = "Save the adapter again with peft's save_pretrained."
 PREFIX = "base_model.model."
 NEW_ROWS = "new_embeddings.safetensors"  # of tokens that the base model lacks, as vLLM once read them
-# Fields that decide nothing that is merged: the tensors tell which layers have updates.
+# Fields that do not matter: the tensors decide which layers have updates.
 IDLE = (
     *("peft_type", "base_model_name_or_path", "task_type", "revision", "inference_mode", "lora_dropout", "bias"),
     *("auto_mapping", "peft_version", "megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "qalora_group_size", "modules_to_save", "fan_in_fan_out"),
 )
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
-# What a tensor is of a layer's update, by the end of its name.
+# Parts of a layer's update by the ends of their names.
 PARTS = {
     "lora_A.weight": "A",
     "lora_B.weight": "B",
@@ -84,24 +84,21 @@ class AdapterConfig(BaseModel):
 
 @dataclass(frozen=True)
 class LowRank:
-    """The update of a layer's weight: B A times `scale`, with DoRA's `magnitude`; `bias` is added to its bias.
+    """The update of a layer's weight: B A times `scale`."""
 
-    `a` (r, in) and `b` (out, r) of a linear layer; of an embedding (`table`) `a` (r, tokens) and `b` (width, r).
-    """
-
-    table: bool
-    a: TensorInfo
-    b: TensorInfo
+    table: bool  # it is an embedding
+    a: TensorInfo  # (r, in); of an embedding (r, tokens)
+    b: TensorInfo  # (out, r); of an embedding (width, r)
     scale: float
-    magnitude: TensorInfo | None
-    bias: TensorInfo | None
+    magnitude: TensorInfo | None  # of DoRA
+    bias: TensorInfo | None  # added to the layer's bias
 
 
 class Adapter:
-    """The adapter in `folder`: `updates` by the layer's path, and tensors that are `replaced`, by name.
+    """The adapter in `folder`: `updates` by layer and `replaced` tensors by name, as in transformers' model.
 
-    Paths and names are those of transformers' model. `unwrapped`: whether wrapper prefixes were cut from its names.
-    Raises SourceError for damaged files, UnsupportedError for a kind that is not merged.
+    `unwrapped`: wrapper prefixes were cut from its names. Raises SourceError for damaged files, UnsupportedError for a
+    kind that is not merged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -168,7 +165,7 @@ class Adapter:
         own = name.removeprefix(PREFIX)
         if (part := PART.fullmatch(own)) is not None:
             parts[part[1]][PARTS[part[2]]] = info
-        elif ".original_module." in own:  # what the base model had there, which peft takes no more
+        elif ".original_module." in own:  # the base model's own, which peft no longer uses
             return
         elif OF_OTHERS.search(own):
             raise self._wrong(name, "is of no kind that is merged", MERGE_FIRST)
@@ -181,14 +178,14 @@ class Adapter:
     def _by_pattern(
         self, field: str, patterns: Mapping[str, Value] | None, paths: list[str], default: Value
     ) -> dict[str, Value]:
-        """By the path of a layer, the value of the first of the patterns that matches the path or its end."""
+        """Return for each path the value of the first pattern that matches the path or its end."""
         expressions = [rf"(.*\.)?({pattern})" for pattern in patterns or ()]
         found = full_matches(expressions, paths, f"{self.folder / CONFIG}: {field}", SourceError)
         pairs = list(zip((patterns or {}).values(), found, strict=True))
         return {path: next((value for value, matched in pairs if path in matched), default) for path in paths}
 
     def _refuse_left_out(self, parts: Mapping[str, Mapping[str, TensorInfo]]) -> None:
-        """Raise SourceError for a layer that peft would leave as it is, since the configuration leaves it out."""
+        """Raise SourceError for a layer that the configuration leaves out: peft would not change it."""
         config = self._config
         # A head that is tied to the embedding repeats its update and is not named.
         paths = [path for path in parts if not (config.ensure_weight_tying and self._repeats_table(path, parts))]
@@ -206,7 +203,7 @@ class Adapter:
             raise self._wrong(f"{path}.lora_*", f"changes a layer that {field} of {CONFIG} leaves out")
 
     def _named(self, field: str, named: str | list[str], paths: list[str]) -> frozenset[str]:
-        """The paths that an expression matches, or that end in one of the names."""
+        """Return the paths that an expression matches, or that end in one of the names."""
         if isinstance(named, str):
             return full_matches([named], paths, f"{self.folder / CONFIG}: {field}", SourceError)[0]
         return frozenset(path for path in paths if f".{path}".endswith(tuple(f".{name}" for name in named)))
@@ -250,7 +247,7 @@ class Adapter:
 
 
 def _layer_of(path: str, lists: list[str]) -> int | None:
-    """The number of the layer that a path goes through, in one of these lists of layers, or in any."""
+    """Return the number of the layer in a path, in one of these lists of layers, or in any."""
     parts = path.split(".")
     for place in range(1, len(parts) - 1):
         if parts[place].isdecimal() and (not lists or parts[place - 1] in lists):
@@ -264,7 +261,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str | None:
-    """What adapter_config.json calls the base model; raises SourceError where the file is damaged."""
+    """Return the base model's name in adapter_config.json; raises SourceError for a damaged file."""
     name = read_object(folder / CONFIG, SourceError, AGAIN, MOST_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 

@@ -1,6 +1,6 @@
-"""Stored floats with numpy alone, and tensors that are read some rows at a time, so that they need little memory.
+"""Stored floats with numpy alone, and tensors that are read some rows at a time.
 
-numpy does not know bfloat16: its 16 bits come as uint16. dtypes are named as safetensors names them.
+numpy has no bfloat16: its bits are read as uint16. Names of dtypes are those of safetensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 FLOATS = tuple(STORED)
-# The bits of the exponent, and the first exponent that no weight has: NaN, infinity, and values beyond 2^64, whose
-# square overflows float32.
+# The bits of the exponent, and its first refused value: NaN, infinity, and values beyond 2^64, whose square overflows.
 EXPONENT = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}
 UNUSABLE = {"F64": (1023 + 64) << 52, "F32": (127 + 64) << 23, "F16": 0x1F << 10, "BF16": (127 + 64) << 7}
 

@@ -30,7 +30,7 @@ DTYPES = {
 ONLY_TORCH = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # numpy does not know them
 ITEM_BYTES = {name: ONLY_TORCH.get(kind) or np.dtype(kind).itemsize for name, kind in DTYPES.items()}
 AGAIN = "Fetch the file again."
-SLAB_BYTES = 4 << 20  # of a tensor that is read whole, slab by slab
+SLAB_BYTES = 4 << 20
 # Parts of names that torch.compile, FSDP, DistributedDataParallel and peft add.
 WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 PARALLEL, PEFT = "module.", "base_model.model."
@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor is: file, safetensors dtype name, shape, first byte and length in bytes."""
+    """A tensor's file, safetensors dtype name, shape, first byte and length in bytes."""
 
     file: str
     dtype: str
@@ -63,7 +63,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of a safetensors file, after the format's own library has checked it; raises SourceError."""
+    """Read the header of a safetensors file, which the format's own library checks first; raises SourceError."""
     from safetensors import safe_open
 
     what = f"{path} is truncated, damaged, or not a safetensors file ({path.stat().st_size} bytes)"
@@ -99,7 +99,7 @@ def to_torch(data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> tor
 
 
 def unwrapped(tensors: Mapping[str, Value], first: tuple[str, ...] = (PARALLEL, PEFT)) -> dict[str, Value]:
-    """The tensors by their names in the unwrapped model; unchanged where two names would become the same."""
+    """Return the tensors by their names in the unwrapped model; unchanged if two names would become equal."""
     names = {name: WRAPPERS.sub("", name) for name in tensors}
     # A prefix is cut only where every name has it.
     while names and (cut := [prefix for prefix in first if all(name.startswith(prefix) for name in names.values())]):
@@ -110,7 +110,7 @@ def unwrapped(tensors: Mapping[str, Value], first: tuple[str, ...] = (PARALLEL, 
 
 
 class StoredTensors:
-    """All tensors of an artifact's safetensors files, by name; opening a broken file raises ArtifactError."""
+    """All tensors of an artifact's safetensors files, by name; raises ArtifactError for a damaged file."""
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self._folder = folder

@@ -11,7 +11,7 @@ from pathlib import Path
 from quantkit.errors import SourceError
 from quantkit.untrusted import inside, read_object, shown
 
-# Patterns of fnmatch, which the hub takes, too. One of the vocabularies is what makes a tokenizer.
+# Patterns of fnmatch, as the hub takes them. A tokenizer has one of the vocabularies.
 VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model"),
     *("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model"),
@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     *(TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("chat_template.jinja", f"{TEMPLATES}/*.jinja"),
 )
-# How the other halves of multimodal models take images and sound.
+# Processors of images and sound.
 PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("audio_tokenizer_config.json", "chat_template.json"),
@@ -35,11 +35,11 @@ TERMS = ("LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "[Nn]otice*", "*USE_POLICY*
 SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION, *TERMS)
 # Files that hold keys and values.
 OBJECTS = (TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", GENERATION, *PROCESSOR_FILES)
-# Bytes. A tokenizer takes 20 times the size of a token that fills a file, and ends the process for want of memory.
+# Bytes. A tokenizer takes 20 times the size of a token that fills a file, and the process runs out of memory.
 LARGEST, LARGEST_OBJECT, LARGEST_TEMPLATE = 1 << 26, 1 << 24, 1 << 20
-# Endings of files that are never a text: code, weights, pickles.
+# Endings of files that are no text: code, weights, pickles.
 NO_TEXT = (".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".safetensors", ".gguf")
-# Endings of files that a loader may read. A note names the ones that are not copied.
+# Endings of files that a loader may read; a note names those that are not copied.
 READABLE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
 AGAIN = "Fetch the file again."
 
@@ -50,14 +50,14 @@ def matches(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
 
 
 def _named(origin: Path) -> dict[str, Path]:
-    """By name, what has a side file's name in `origin`: files, links and pipes, no folders."""
+    """Return everything in `origin`, except folders, with the name of a side file."""
     paths = (path for folder in (origin, origin / TEMPLATES) if folder.is_dir() for path in sorted(folder.iterdir()))
     names = {path.relative_to(origin).as_posix(): path for path in paths if path.is_symlink() or not path.is_dir()}
     return {name: path for name, path in names.items() if matches(name)}
 
 
 def refuse_large_files(origin: Path) -> None:
-    """Raise SourceError for a side file that is larger than any that is published."""
+    """Raise SourceError for a side file that is larger than all published ones."""
     for name, path in find_side_files(origin).items():
         most = LARGEST_OBJECT if name in OBJECTS else LARGEST_TEMPLATE if name.endswith(".jinja") else LARGEST
         if (size := path.stat().st_size) > most:
@@ -66,7 +66,7 @@ def refuse_large_files(origin: Path) -> None:
 
 def refuse_side_files(origin: Path) -> None:
     """Raise SourceError for a side file that cannot be copied: a link out of the folder, or a damaged JSON object."""
-    # Whoever made the folder could otherwise have any file of the user's copied into what the user publishes.
+    # Such a link could put any file of the user into an artifact that the user publishes.
     refuse_large_files(origin)
     for name, path in _named(origin).items():
         if not inside(origin, path):
@@ -85,7 +85,7 @@ def find_side_files(origin: Path, patterns: Iterable[str] = SIDE_FILES) -> dict[
 
 
 def note_not_copied(origin: Path) -> tuple[str, ...]:
-    """A note that names the files in `origin` that a loader could read and that are not copied; none if all are."""
+    """Return a note that names the readable files in `origin` that are not copied, if there are some."""
     names = sorted(
         path.name
         for path in origin.iterdir()
@@ -105,7 +105,7 @@ def copy_side_files(origin: Path, folder: Path) -> None:
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy side files under their names. The code that a tokenizer names (`auto_map`) is not copied and not named."""
+    """Copy side files under their names, without the name of a tokenizer's code (`auto_map`)."""
     for name, path in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -1,8 +1,8 @@
 """The Spool: tensors on disk in the order in which they come, and a journal of the finished decoder blocks.
 
-`tensors.spool` holds the bytes. `tensors.journal` gets one line of JSON for each finished decoder block: where its
-tensors are, their CRC-32, and the state of the work so far; behind it the CRC-32 of the line. A process that is killed
-leaves at most a torn line and bytes beyond the last line; both are cut off when the spool is opened again.
+`tensors.spool` holds the bytes. `tensors.journal` has a line of JSON for each finished decoder block, followed by its
+CRC-32: the places of its tensors, their CRC-32, and the state of the work. A killed process leaves at most a torn line
+and bytes beyond the last line; both are cut off when the spool is opened again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STORED_NAMES = {f"torch.{kind}": name for name, kind in DTYPES.items()}
 
 
 def line_of(values: dict[str, Any]) -> str:
-    """A line of the journal: `values` as JSON, and behind them the CRC-32 of these bytes."""
+    """Return a line of the journal: `values` as JSON, and the CRC-32 of these bytes."""
     text = json.dumps(values)
     return f"{text} {zlib.crc32(text.encode()):08x}\n"
 
 
 def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of the journal whose tensors are in the spool, and the length of these lines in bytes."""
+    """Return the intact lines of the journal whose tensors are in the spool, and their length in bytes."""
     journal, spool = folder / JOURNAL, folder / SPOOL
     lines: list[dict[str, Any]] = []
     length = 0
@@ -51,7 +51,7 @@ def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _parse(text: bytes, block: int, start: int, size: int) -> dict[str, Any] | None:
-    """The line of `block`, whose tensors are between `start` and `size`; None for any other line."""
+    """Return the line of `block`, whose tensors are between `start` and `size`; None for any other line."""
     values, _, crc = text.rpartition(b" ")
     if crc != b"%08x\n" % zlib.crc32(values):
         return None
@@ -67,7 +67,7 @@ def _parse(text: bytes, block: int, start: int, size: int) -> dict[str, Any] | N
 
 
 def cut_to_journal(folder: Path) -> list[dict[str, Any]]:
-    """Cut off a torn last line of the journal and the bytes of the spool that belong to no line; return the lines."""
+    """Cut off a torn last line of the journal, and bytes of the spool beyond the last line; return the lines."""
     lines, length = read_journal(folder)
     for path, end in ((folder / JOURNAL, length), (folder / SPOOL, lines[-1]["end"] if lines else 0)):
         if path.is_file() and path.stat().st_size > end:
@@ -76,9 +76,9 @@ def cut_to_journal(folder: Path) -> list[dict[str, Any]]:
 
 
 def restore(folder: Path) -> dict[str, Any] | None:
-    """The state of the work after the finished blocks in `folder`; None where no block is finished.
+    """Return the state of the work after the finished blocks in `folder`; None if no block is finished.
 
-    Reads the spool once: the first block whose bytes do not have the journal's checksum is dropped with all later ones.
+    The first block whose bytes do not have the journal's checksum is dropped, with all later ones.
     """
     lines = cut_to_journal(folder)
     start, sound = 0, 0
@@ -104,9 +104,9 @@ def _crc32(path: Path, start: int, end: int) -> int:
 
 
 class Spool:
-    """Takes tensors by name; `finish_block` makes what was added so far survive the end of the process.
+    """Takes tensors by name; after `finish_block` all that was added survives the end of the process.
 
-    `finished` is the number of finished decoder blocks, counted from the first block.
+    `finished` is the number of finished decoder blocks, from the first on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -124,7 +124,7 @@ class Spool:
         self._file = self._spool_path.open("r+b" if self._spool_path.exists() else "w+b")
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor to disk. A tensor that a finished block holds is not written again."""
+        """Write one tensor to disk, unless a finished block holds it."""
         self.add_pieces(name, tensor.dtype, tuple(tensor.shape), (tensor,))
 
     def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
@@ -151,7 +151,7 @@ class Spool:
         return TensorInfo(SPOOL, STORED_NAMES[str(dtype)], shape, start, nbytes)
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Write another value of a tensor; should the process end before the artifact is done, the old one is back."""
+        """Write another value of a tensor; if the process ends before the artifact is done, the old one counts."""
         old, dtype = self._entries[name], STORED_NAMES[str(tensor.dtype)]
         if (dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
             raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {dtype}")
@@ -174,9 +174,9 @@ class Spool:
             left -= file.write(self._file.read(min(left, CHUNK)))
 
     def finish_block(self, index: int, state: Mapping[str, Any]) -> None:
-        """Note on disk that decoder block `index` is finished, with all tensors so far and the `state` (JSON values).
+        """Record on disk that decoder block `index` is finished, with all tensors so far and the `state` (JSON values).
 
-        Blocks are finished in order. Of two processes' work on one block, only the whole counts.
+        Blocks are finished in order.
         """
         if index != self.finished:
             raise ValueError(f"block {index} cannot be finished: block {self.finished} is next")

@@ -1,7 +1,7 @@
-"""Write a Hugging Face checkpoint folder from a stream of tensors, in bounded memory.
+"""Write a Hugging Face checkpoint folder from a stream of tensors, with one tensor in memory.
 
-Tensors are spooled to disk as they come and merged into shards at the end, so that only one tensor is in memory.
-The spool (spool.py) also lets a conversion that was killed go on after its last finished block.
+Tensors are spooled to disk as they come and merged into shards at the end. With the spool (spool.py) a killed
+conversion continues after its last finished block.
 Format: https://github.com/huggingface/safetensors#format (bytes of the tensors without holes, header padded).
 """
 
@@ -25,8 +25,7 @@ NOT_COPIED = ("torch_dtype", "quantization_config", "auto_map")  # of config.jso
 
 
 class Original(Protocol):
-    """What a checkpoint is made from. `passthrough`: tensors that are copied bit by bit, the names that they are read
-    by under their published names."""
+    """The source of a checkpoint. `passthrough`: tensors that are copied bit by bit, published names to own names."""
 
     passthrough: Mapping[str, str]
 
@@ -47,10 +46,9 @@ class Original(Protocol):
 class CheckpointWriter(Spool):
     """A spool in the folder of a checkpoint; `finish` writes `model.safetensors` or shards with an index.
 
-    A method that works block by block calls `finish_block` after each decoder block. Where an earlier process was
-    killed, `finished` blocks are there already: `names` and `get` give their tensors, and they are not added again.
-    Tensors outside the blocks are added after the last one. Tensors that the `original` passes through are not added,
-    and all names become its published names.
+    A method that works block by block calls `finish_block` after each decoder block, and adds tensors outside the
+    blocks after the last one. `finished` blocks of an earlier process that was killed are not added again. `finish`
+    adds the tensors that the `original` passes through, and gives all tensors its published names.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, *, original: Original | None = None) -> None:
@@ -58,7 +56,7 @@ class CheckpointWriter(Spool):
         self._folder, self._shard_bytes, self._original = folder, shard_bytes, original
 
     def finish(self) -> None:
-        """Write the shards. The spool stays while it holds finished blocks, until the artifact is verified."""
+        """Write the shards. A spool with finished blocks stays until the artifact is verified."""
         entries = self._entries
         if (original := self._original) is not None:
             entries = {original.published(name): entry for name, entry in entries.items()}

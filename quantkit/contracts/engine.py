@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
@@ -15,6 +15,7 @@ from quantkit.system.device import CPU
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 # Process variables of the libraries that multiply for several engines: oneDNN and MKL.
@@ -41,21 +42,36 @@ class LoadedModel(Protocol):
         """Yield `count` greedy tokens after the prompt `ids`, one by one as they are made."""
 
 
+@runtime_checkable
+class ThreadedModel(LoadedModel, Protocol):
+    """A loaded model that can change its number of threads."""
+
+    def set_threads(self, threads: int) -> None:
+        """Compute on so many threads from now on."""
+
+
+@runtime_checkable
+class StatesModel(LoadedModel, Protocol):
+    """A loaded model in torch that also gives its hidden states, from which a baseline is made."""
+
+    def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
+        """Yield (n, D) of each window in order: what goes into the output layer at its scored positions."""
+
+    def to(self, dtype: str) -> None:
+        """Change the type that the model computes in."""
+
+
 @dataclass(frozen=True)
 class LoadSpec:
-    """How an engine opens a model: threads, the longest context in tokens, dtype (None: its own choice), device.
-
-    `walk`: with one decoder block's weights in memory at a time, for an engine that `walks`; hidden states of more than
-    `offload_bytes` go to a file then, and `progress` is told how far it is.
-    """
+    """How an engine opens a model."""
 
     threads: int
-    n_ctx: int
-    dtype: str | None = None
+    n_ctx: int  # longest context in tokens
+    dtype: str | None = None  # None: the engine's own choice
     device: str = CPU
-    walk: bool = False
-    offload_bytes: int = 0
-    progress: Progress = field(default_factory=Progress)
+    walk: bool = False  # with one decoder block's weights in memory at a time, for an engine that `walks`
+    offload_bytes: int = 0  # in a walk, more bytes of hidden states go to a file
+    progress: Progress = field(default_factory=Progress)  # of a walk
 
 
 def on_cpu(asked: str) -> str:
@@ -73,46 +89,39 @@ def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None
 
 @dataclass(frozen=True)
 class WeightStats:
-    """What decides the memory of a model's weights: its format, the number of its weights and of those outside the
-    blocks, the bytes of its files, the type in its config.json, and the bits of an artifact's recipe.
-    """
+    """What decides the memory of a model's weights."""
 
     format: str
     parameters: int
-    outside: int
-    weight_bytes: int
-    dtype: str
-    bits: str | None = None
+    outside: int  # parameters outside the blocks
+    weight_bytes: int  # of its files
+    dtype: str  # in config.json
+    bits: str | None = None  # in an artifact's recipe
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine. A format names the engines that take it; `opens` is the answer for an artifact of another format.
+    """An engine. A format names the engines that take it.
 
-    `module` is what its interpreter must have; `install` says how to get it. refuse(dtype) raises for a dtype that it
-    does not have. find_device(asked) returns the device that it computes on in this interpreter for auto, cpu or
-    cuda:1, or raises RecipeError; refuse_model(model, dtype, device) raises for a model that it would compute wrongly
-    or not at all. Process variables that begin with one of `variables` change what it computes. `set_threads` changes
-    the number of threads of a loaded model; without it each number gets a process of its own. `reads_values`: it can
-    compute with the values of a source of floats, not only with the files in its folder. holds(stats, dtype) returns
-    the bytes that the weights take in memory on a CPU; without it the memory is not estimated. `walks`: it can compute
-    windows with one decoder block's weights in memory at a time.
-    `process`: whether a new interpreter evaluates, or a fork of one that has imported torch and transformers, which
-    saves time (system/forking.py). `both` is for an engine that needs neither, whose memory and speed are its own then:
-    only the divergence, which needs the source's output layer, is measured in a fork.
+    `process`: a new interpreter evaluates, or a fork of one that has imported torch and transformers, which saves time
+    (system/forking.py). With `both` only the divergence, which needs the source's output layer, is measured in a fork:
+    the memory and the speed of an engine that needs neither are its own then.
     """
 
     name: str
-    module: str
-    install: str
-    opens: str
+    module: str  # that its interpreter must have
+    install: str  # how to get it
+    opens: str  # what it opens, for the user of another format
     load: Callable[[Model, LoadSpec], LoadedModel]
+    # From auto, cpu or cuda:1 to the device that it computes on in this interpreter; raises RecipeError.
     find_device: Callable[[str], str] = on_cpu
-    refuse: Callable[[str | None], None] = lambda _dtype: None
+    refuse: Callable[[str | None], None] = lambda _dtype: None  # a dtype that it does not have
+    # A model that it would compute wrongly or not at all, with this dtype and device.
     refuse_model: Callable[[Model, str | None, str], None] = lambda _model, _dtype, _device: None
-    variables: tuple[str, ...] = KERNEL_VARIABLES
-    set_threads: Callable[[Any, int], None] | None = None
-    reads_values: bool = False
-    walks: bool = False
+    variables: tuple[str, ...] = KERNEL_VARIABLES  # beginnings of environment variables that change what it computes
+    sets_threads: bool = False  # it loads a ThreadedModel; else each number of threads gets a process of its own
+    in_torch: bool = False  # it loads a StatesModel, whose logits come a few positions at a time
+    walks: bool = False  # it can compute with one decoder block's weights in memory at a time
     process: Literal["new", "forked", "both"] = "new"
+    # Bytes that the weights take in memory on a CPU with this dtype; None: the memory is not estimated.
     holds: Callable[[WeightStats, str | None], int] | None = None

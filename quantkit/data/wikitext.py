@@ -23,8 +23,7 @@ _REST = {
 
 
 def pages(content: str) -> list[str]:
-    """The pages of a text: each begins at a line `= Title =` of one equals sign; what is before the first is a page,
-    too, unless it is blank."""
+    """Return the pages of a text, each from a line `= Title =` on; text before the first is a page unless blank."""
     complete: list[str] = []
     lines: list[str] = []
     for line in content.split("\n"):
@@ -38,12 +37,12 @@ def pages(content: str) -> list[str]:
 
 
 def count_words(page: str) -> int:
-    """Words of a page as it stands, by white space; one more at a blank beginning and at a blank end."""
+    """Count words by white space; a blank beginning and a blank end count as one more each."""
     return len(re.split(r"\s+", page))
 
 
 def clean(page: str) -> str:
-    """Take the spaces away that WikiText puts around punctuation."""
+    """Remove the spaces that WikiText has around punctuation."""
     text = page.replace("s '", "s'")
     text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)
     for old, new in (_NUMBERS | _ENDS).items():

@@ -21,9 +21,9 @@ SCALED_SLAB = 1 << 20  # elements of the weight that are wide at a time
 
 
 def kernel_group(weight: GroupedWeight) -> int:
-    """Return the columns that share a scale in the int4 kernel: its widest size that divides the groups, or 0.
+    """Return the columns that share a scale in the int4 kernel: its widest size that divides the groups.
 
-    It is 0 if the kernel cannot run this layer: it needs up to 4 bits and equal groups of a multiple of 32 columns.
+    It is 0 if the kernel cannot run this layer, which needs up to 4 bits and equal groups of a multiple of 32 columns.
     """
     k, groups = weight.shape[1], weight.scales.shape[1]
     sizes = torch.bincount(weight.g_idx, minlength=groups)
@@ -34,7 +34,7 @@ def kernel_group(weight: GroupedWeight) -> int:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Let the model's int4 layers run short prompts on the kernel, too."""
+    """Let the model's int4 layers also run short prompts on the kernel."""
     layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
     for layer in layers:
         layer.kernel_rows = GENERATED_ROWS
@@ -49,9 +49,8 @@ class Int4Linear(nn.Module):
     """y = x W^T + b for a GroupedWeight W (N, K): torch's int4 CPU kernel for few rows, dense for many.
 
     Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in
-    bfloat16. Its time grows with the rows, so more of them are multiplied with the dequantized weight: in an evaluation
-    from nine rows on, because the dequantized weight is exact; in generation from as many as make it faster.
-    Holds 1 byte a weight: kernel words and codes for prompts.
+    bfloat16. More rows are multiplied with the dequantized weight: in an evaluation from nine on, because that weight
+    is exact; in generation from the number on that makes it faster. Holds 1 byte a weight: kernel words and codes.
     """
 
     def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
@@ -102,8 +101,8 @@ class Int4Linear(nn.Module):
 class ScaledLinear(nn.Module):
     """y = round(x) W^T + b in float32 for a ScaledWeight W (N, K) with `inputs`. Holds a byte a weight, as stored.
 
-    The products of codes that vLLM's kernels sum exactly or in float32 are those of the rounded inputs and the
-    dequantized weight here, which is widened some rows at a time.
+    It multiplies the rounded inputs by the dequantized weight, some rows at a time; vLLM's kernels sum the same
+    products of codes, exactly or in float32.
     """
 
     bias: nn.Parameter | None

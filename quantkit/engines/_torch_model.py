@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,15 +16,16 @@ from quantkit.numerics.matmul import products_everywhere
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedModel
 
 ROWS = 256  # positions that go through the output layer together
-PIECE_ROWS = 32  # of a piece: in float32 they stay in the processor's cache
+PIECE_ROWS = 32  # positions of a piece, which fits in the processor's cache
 
 
 class TorchModel:
-    """Wraps `model`, a causal language model of transformers."""
+    """Wraps a causal language model of transformers."""
 
-    def __init__(self, model: Any, dtype: str, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: str, notes: tuple[str, ...] = ()) -> None:
         self._model, self.dtype, self.notes = model, dtype, notes
 
     def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:
@@ -41,13 +42,13 @@ class TorchModel:
                 yield states[window.scored]
 
     def head(self) -> OutputHead:
-        """Return the output layer, and what stands with it."""
+        """Return the output side of the model."""
         return OutputHead(self._model)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
         """Yield the logits of the scored positions in order, (n, V) with at most `PIECE_ROWS` positions each.
 
-        The output layer comes into memory when the first windows have gone through all blocks.
+        The output layer is loaded when the first windows have gone through all blocks.
         """
         head: OutputHead | None = None
         for states in self.states(windows):
@@ -62,8 +63,7 @@ class TorchModel:
     def _here(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(ids).to(self._model.device)
 
-    @staticmethod
-    def set_threads(_model: object, threads: int) -> None:
+    def set_threads(self, threads: int) -> None:
         """Have torch compute on so many threads from now on."""
         torch.set_num_threads(threads)
 

@@ -1,15 +1,16 @@
 """CTranslate2 on a CPU: https://opennmt.net/CTranslate2/python/ctranslate2.Generator.html
 
-Neither torch nor transformers is imported here, so that a process that only runs the model stays small.
-CTranslate2 4.8 reads outside its memory for a token id beyond the vocabulary and dies on an empty sequence, so
-both are refused here. Not supported: batches in one call (windows go one by one), GPUs.
+This file imports neither torch nor transformers, so that the process stays small. CTranslate2 4.8 reads outside its
+memory for a token id beyond the vocabulary, and crashes on an empty sequence; both are refused here. Not supported:
+batches in one call (windows go one by one), GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
 
 
 def compute_type_for(bits: str, supported: Collection[str]) -> str:
-    """The compute type that keeps the values of an artifact of kind `bits`, of those a device supports.
+    """Return the `supported` compute type that preserves the values of an artifact with these `bits`.
 
-    float16 and bfloat16 become float32 on CPUs without them; so does int16, which CTranslate2 itself would
-    quantize again to int8.
+    float16 and bfloat16 become float32 on CPUs without them; so does int16, which CTranslate2 would requantize to int8.
     """
     exact = [bits] if bits != "int8" else []
     if bits.startswith("int8"):
@@ -39,18 +39,17 @@ def compute_type_for(bits: str, supported: Collection[str]) -> str:
 
 
 def saturates(processor: str | None = None) -> bool:
-    """Whether the engine's int8 products saturate on a processor, by the text of Linux's /proc/cpuinfo.
+    """Whether the engine's int8 products saturate on a processor, by its /proc/cpuinfo (default: this machine's).
 
-    Default: this processor, False where there is no such file. On x86 processors that are not Intel's, CTranslate2
-    multiplies int8 by oneDNN, which without VNNI instructions adds pairs of products in 16 bits:
-    https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html
+    On x86 processors that are not Intel's, CTranslate2 multiplies int8 by oneDNN, which without VNNI instructions adds
+    pairs of products in 16 bits: https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html
     """
     words = set((cpuinfo() if processor is None else processor).split())
     return "avx2" in words and not words & {"GenuineIntel", "avx512_vnni", "avx_vnni"}
 
 
 def notes_on(compute_type: str) -> tuple[str, ...]:
-    """What a user of this processor should know about computing in `compute_type`."""
+    """Return notes on computing in `compute_type` on this processor."""
     if not compute_type.startswith("int8") or not saturates():
         return ()
     return (
@@ -68,7 +67,7 @@ class Ct2Generator:
         open_ct2_model(folder / "model.bin")
         self._vocabulary = read_vocabulary(folder / "vocabulary.json")
         with told(f"CTranslate2 cannot open {folder}", EngineError):
-            self._generator: Any = ctranslate2.Generator(
+            self._generator = ctranslate2.Generator(
                 str(folder), device="cpu", compute_type=compute_type, intra_threads=threads, inter_threads=1
             )
         self.dtype = str(self._generator.compute_type)
@@ -80,7 +79,7 @@ class Ct2Generator:
             yield self.window(window.ids.tolist())[window.scored]
 
     def window(self, ids: list[int]) -> NDArray[np.float32]:
-        """The logits (T, V) of all positions of a window of T tokens; V is the size of the vocabulary.
+        """Return the logits (T, V) of all positions of a window of T tokens; V is the size of the vocabulary.
 
         Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
         """
@@ -93,9 +92,9 @@ class Ct2Generator:
         return logits
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt `ids` (EOS does not end them), each as it is made.
+        """Yield `count` greedy tokens after the prompt `ids`, also behind EOS, one by one as they are made.
 
-        Raises EngineError for ids outside the vocabulary, and where the engine stops early.
+        Raises EngineError for ids outside the vocabulary, and if the engine stops early.
         """
         self._refuse_ids(ids)
         # An empty list of end tokens never ends; None would mean EOS, and min_length would forbid EOS.
@@ -123,7 +122,7 @@ class Ct2Generator:
             )
 
 
-def import_engine() -> Any:
+def import_engine() -> ModuleType:
     """The package ctranslate2; raises DependencyError."""
     try:
         import ctranslate2
@@ -153,8 +152,8 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
 
 def _holds(stats: WeightStats, dtype: str | None) -> int:
     # What the processor does not compute in becomes float32.
-    kept = (stats.bits or "").startswith("int8") and dtype in (None, stats.bits)
-    return stats.weight_bytes if kept else max(4 * stats.parameters, stats.weight_bytes)
+    quantized = (stats.bits or "").startswith("int8") and dtype in (None, stats.bits)
+    return stats.weight_bytes if quantized else max(4 * stats.parameters, stats.weight_bytes)
 
 
 ENGINE = Engine(

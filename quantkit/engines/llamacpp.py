@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class LlamaModel:
 
     dtype = "the file's own types"
 
-    def __init__(self, library: Any, path: str, spec: LoadSpec) -> None:
+    def __init__(self, library: ModuleType, path: str, spec: LoadSpec) -> None:
         self._c = library
         self.notes: tuple[str, ...] = ()
         params = library.llama_model_default_params()
@@ -41,11 +42,11 @@ class LlamaModel:
             # Builds for AMX by some compilers crash in the tile set-up; the plain buffers avoid that code.
             params.use_extra_bufts = False
             self.notes = ("AMX switched off",)
-        _SAID.clear()
+        _ERRORS.clear()
         self._model = library.llama_model_load_from_file(path.encode(), params)
         if not self._model:
             raise EngineError(
-                f"llama.cpp cannot load {path}{''.join(f': {line}' for line in _SAID[:1])}. `quantkit verify` on its "
+                f"llama.cpp cannot load {path}{''.join(f': {line}' for line in _ERRORS[:1])}. `quantkit verify` on its "
                 "folder tells whether the file is damaged; where it is not, take another version of llama.cpp, or "
                 "--engine reference."
             )
@@ -66,7 +67,7 @@ class LlamaModel:
         self._c.llama_set_n_threads(self._context, threads, threads)
 
     def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:
-        """Go on with `ids` at position `start`; logits are computed of those from number `first` to before `last`."""
+        """Decode `ids` from position `start` on; logits are computed of those from index `first` to before `last`."""
         batch = self._batch
         last = len(ids) if last is None else last
         batch.n_tokens = len(ids)
@@ -83,13 +84,13 @@ class LlamaModel:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the scored positions in order; of a large vocabulary fewer positions at a time."""
+        """Yield (n, V) float32 of the scored positions in order; with a large vocabulary fewer at a time."""
         limit = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
         for window in windows:
             self._clear()
             ids, begin, stop = window.ids.tolist(), 0, window.scored.stop
             while begin < stop:
-                # Positions that are not scored take no room, so they come along.
+                # Positions that are not scored take no memory, so they are decoded along with the others.
                 end = min(len(ids), begin + BATCH, max(begin, window.first) + limit)
                 end = len(ids) if end >= stop and len(ids) - begin <= BATCH else end
                 first, last = max(window.first - begin, 0), min(stop, end) - begin
@@ -113,21 +114,21 @@ class LlamaModel:
                 position += 1
 
 
-def _silence(library: Any) -> None:
+def _silence(library: ModuleType) -> None:
     @library.llama_log_callback  # type: ignore[untyped-decorator]
     def quiet(level: int, text: bytes, _data: ctypes.c_void_p) -> None:
         if level == LOG_ERROR:
-            _SAID.append(text.decode(errors="replace").strip().rstrip("."))
+            _ERRORS.append(text.decode(errors="replace").strip().rstrip("."))
 
     library.llama_log_set(quiet, ctypes.c_void_p(0))
     _CALLBACKS.append(quiet)
 
 
-_SAID: list[str] = []  # llama.cpp's errors since a model was loaded
-_CALLBACKS: list[Any] = []  # ctypes callbacks must outlive the library's use of them
+_ERRORS: list[str] = []  # llama.cpp's errors since a model was loaded
+_CALLBACKS: list[object] = []  # ctypes callbacks must outlive the library's use of them
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -168,5 +169,5 @@ ENGINE = Engine(
     refuse=_refuse,
     process="both",
     variables=("GGML_", *KERNEL_VARIABLES),
-    set_threads=LlamaModel.set_threads,
+    sets_threads=True,
 )

@@ -1,7 +1,7 @@
-"""Our own reader of a model's bytes, computed in plain torch through transformers' module code, whole or by block.
+"""Our own reader of a model's bytes, computed in torch by transformers' module code, whole or block by block.
 
-GPTQ, RTN and AWQ layers of up to 4 bits decode on torch's int4 kernel; layers of 8-bit values with inputs of 8 bits
-round these as vLLM's kernels do; all else is dense in bfloat16 (or `dtype`).
+GPTQ, RTN and AWQ layers of up to 4 bits run on torch's int4 kernel. Layers of 8-bit values with inputs of 8 bits round
+the inputs as vLLM's kernels do. All others are dense in bfloat16 (or `dtype`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from quantkit.contracts.windows import Window
 from quantkit.engines._linears import Int4Linear, ScaledLinear, kernel_group
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError, EngineError
-from quantkit.models.output_head import NarrowOutput, OutputHead
+from quantkit.models.output_head import OutputHead, StoredOutput
 from quantkit.models.skeleton import (
     Skeleton,
     leftovers,
@@ -49,15 +49,18 @@ from quantkit.system.device import find_device
 from quantkit.system.memory import trim_heap
 from quantkit.untrusted import told
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 INT4_BITS = ("2", "3", "4")  # of codes that torch's int4 kernel takes, which computes in bfloat16
 NARROW = (torch.float16, torch.bfloat16)
-PIECE = 1 << 23  # values of the output layer that are in float32 at a time while it is read
+PIECE = 1 << 23  # values of the output layer that are read at a time
 Value: TypeAlias = torch.Tensor | GroupedWeight | ScaledWeight
 
 
 class _Values(ABC):
-    """A model's values by the names of its skeleton's parameters, and how they are put into its modules."""
+    """A model's values by the names of its skeleton's parameters; puts them into modules."""
 
     def __init__(self, skeleton: Skeleton, folder: Path, device: str) -> None:
         self.skeleton, self._folder, self._device = skeleton, folder, device
@@ -66,15 +69,15 @@ class _Values(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The parameters that it has values for, in the order in which they are read."""
+        """The parameters that it has values for, in reading order."""
 
     @abstractmethod
     def read(self, parameter: str) -> Value:
-        """The value of a parameter in the shape that its module takes."""
+        """The value of a parameter in its module's shape."""
 
     @abstractmethod
     def stored(self, parameter: str) -> Value | Rows:
-        """A value outside the blocks as it is stored; in rows if that is not as floats."""
+        """A value outside the blocks as stored; in rows if it is not stored as floats."""
 
     @abstractmethod
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
@@ -84,8 +87,8 @@ class _Values(ABC):
         """A value outside the blocks."""
         return _dense(self.read(parameter))
 
-    def place(self, module: Any, prefix: str, name: str, dtype: torch.dtype) -> None:
-        """Put the parameter `prefix` + `name` into `module`, where it is `name`: codes on kernels, all else dense."""
+    def place(self, module: nn.Module, prefix: str, name: str, dtype: torch.dtype) -> None:
+        """Put the parameter `prefix` + `name` into `module` as `name`: codes on kernels, all other values dense."""
         value = self.read(prefix + name)
         if (shape := tuple(module.get_parameter(name).shape)) != tuple(value.shape):
             raise ArtifactError(
@@ -93,7 +96,7 @@ class _Values(ABC):
             )
         path = name.removesuffix(".weight")
         bias = getattr(module.get_submodule(path), "bias", None) if path != name else None
-        # A bias may be empty for now; it is set like every other parameter when it comes.
+        # The bias may still be empty; it is set when it is read.
         on_kernel = prefix + name in self._linears and (self._device, dtype) == ("cpu", torch.bfloat16)
         if on_kernel and isinstance(value, GroupedWeight) and kernel_group(value):
             module.set_submodule(path, Int4Linear(value, bias, dtype))
@@ -105,7 +108,7 @@ class _Values(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the values placed so far."""
+        """Notes on the values placed so far."""
         return tuple(sorted(self._rounded))
 
 
@@ -132,7 +135,7 @@ class _SourceValues(_Values):
 
 
 class _ArtifactValues(_Values):
-    """Those of an artifact, through its format's reader."""
+    """The values of an artifact, read by its format."""
 
     def __init__(self, artifact: Artifact, kind: str, skeleton: Skeleton, device: str) -> None:
         super().__init__(skeleton, artifact.folder, device)
@@ -165,7 +168,7 @@ class _ArtifactValues(_Values):
             )
         if isinstance(value, Rows):
             value = torch.from_numpy(value.whole())
-        # Codes are those of a linear layer; a dense tensor is as the source stores it.
+        # Codes have the shape of the linear layer; a dense tensor has that of the source.
         origin = self.skeleton.origins.get(parameter)
         if isinstance(value, torch.Tensor) and origin is not None and origin.transposed and origin.expert is None:
             value = value.T.contiguous()
@@ -182,7 +185,7 @@ class _ArtifactValues(_Values):
 
 
 def _stacks(skeleton: Skeleton) -> dict[str, list[str]]:
-    """By each name of a stack of experts, the parameters that are cut out of it."""
+    """Return, by each name of a stack of experts, the parameters that are cut out of it."""
     stacks: dict[str, list[str]] = {}
     for parameter, origin in skeleton.origins.items():
         for name in {origin.name, origin.also} - {""} if origin.expert is not None else ():
@@ -197,9 +200,8 @@ def _dense(value: Value) -> torch.Tensor:
 class WalkedModel(TorchModel):
     """A model that is computed block by block, with one decoder block's weights in memory.
 
-    Every block is filled with the same values in the same modules as the whole model, and windows go through them in
-    the same batches, so that the figures are the same. The output layer is held as it is stored and widened in pieces.
-    It generates no tokens: each would take all blocks from the disk.
+    Values, modules and batches are those of the whole model, so the figures are the same. The output layer is in memory
+    as stored. It generates no tokens: each would read all blocks from the disk.
     """
 
     def __init__(self, values: _Values, dtype: str, spec: LoadSpec) -> None:
@@ -207,9 +209,8 @@ class WalkedModel(TorchModel):
         self._skeleton, self._values, self._spec = values.skeleton, values, spec
         prefix = self._skeleton.block_prefix(0)
         for name in self._skeleton.linears_of(0):
-            values.place(
-                copy.deepcopy(self._skeleton.blocks[0]), prefix, name.removeprefix(prefix), DTYPES[dtype]
-            )  # fmt: skip
+            block = copy.deepcopy(self._skeleton.blocks[0])
+            values.place(block, prefix, name.removeprefix(prefix), DTYPES[dtype])
         super().__init__(self._skeleton.model, dtype, values.notes)
 
     def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:
@@ -233,7 +234,7 @@ class WalkedModel(TorchModel):
         bias = None
         if layer.bias is not None:
             bias = self._values.tensor(weight_name(model, layer, "bias")).to(device, dtype)
-        model.set_output_embeddings(NarrowOutput(weight, bias))
+        model.set_output_embeddings(StoredOutput(weight, bias))
         trim_heap()
         return OutputHead(model)
 
@@ -249,8 +250,8 @@ class WalkedModel(TorchModel):
             self._values.place(module, prefix, name, DTYPES[self.dtype])
         yield module.to(self._spec.device)  # its buffers
 
-    def _behind(self) -> Any:
-        """The model without its blocks', its embeddings' and its output layer's weights."""
+    def _behind(self) -> PreTrainedModel:
+        """Return the model without the weights of its blocks, embeddings and output layer."""
         model = copy.deepcopy(self._skeleton.model)
         ends = model.get_input_embeddings(), model.get_output_embeddings(), *tables(model).values()
         without = {id(value) for layer in ends for value in layer.parameters()}
@@ -265,7 +266,7 @@ class WalkedModel(TorchModel):
 
 
 def _narrow(stored: Value | Rows, dtype: torch.dtype) -> torch.Tensor:
-    """A weight in the narrowest type that gives its values in `dtype`."""
+    """Return a weight in the narrowest type that preserves its values in `dtype`."""
     if isinstance(stored, GroupedWeight | ScaledWeight):
         return stored.dense().to(dtype)
     if isinstance(stored, Rows):
@@ -301,7 +302,7 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
 
 
 def _holds(stats: WeightStats, dtype: str | None) -> int:
-    """Codes take a byte a weight, where their layers are not dense, and scales some more."""
+    """Packed layers take a byte a weight for codes, and a quarter for scales."""
     item = DTYPES[dtype or "bfloat16"].itemsize
     inside = stats.parameters - stats.outside
     packed = find_format(stats.format).loaded_by(ENGINE.name).stays_packed(stats.bits)
@@ -319,8 +320,8 @@ ENGINE = Engine(
     refuse=lambda dtype: refuse_dtype("reference", dtype, DTYPES),
     process="forked",
     variables=("ATEN_", *KERNEL_VARIABLES),
-    set_threads=TorchModel.set_threads,
-    reads_values=True,
+    sets_threads=True,
+    in_torch=True,
     walks=True,
     holds=_holds,
 )

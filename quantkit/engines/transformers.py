@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -35,7 +34,8 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
         if model.source is not None and (model.source.text_prefixes is not None or not model.source.own_files):
             loaded, about = load_whole(model.source, dtype=spec.dtype or model.dtype, device_map=device)
         else:
-            kind = AutoModelForImageTextToText if is_multimodal(_config_of(model)) else AutoModelForCausalLM
+            config = read_object(model.folder / "config.json", EngineError, "Fetch it again.")
+            kind = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
             loaded, about = kind.from_pretrained(
                 model.folder,
                 dtype=spec.dtype or "auto",
@@ -57,12 +57,8 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
 
 
-def _config_of(model: Model) -> dict[str, Any]:
-    return read_object(model.folder / "config.json", EngineError, "Fetch it again.")
-
-
 def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
-    """Raise EngineError for artifacts whose layers would be computed wrongly, or not at all."""
+    """Raise EngineError for an artifact that transformers would compute wrongly, or not at all."""
     if model.artifact is not None:
         find_format(model.format).loaded_by(ENGINE.name).refuse(model.artifact, dtype, device)
 
@@ -86,7 +82,7 @@ ENGINE = Engine(
     refuse_model=_refuse_misread,
     process="forked",
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
-    set_threads=TorchModel.set_threads,
-    reads_values=True,
+    sets_threads=True,
+    in_torch=True,
     holds=_holds,
 )

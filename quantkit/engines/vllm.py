@@ -1,14 +1,15 @@
 """vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a GPU.
 
-Its pins rarely fit another environment: give the interpreter that has it with `--python`. Logits come from the hidden
-states that its model returns for a prompt, through its own output layer a few positions at a time.
+Its pins rarely fit another environment: name the interpreter that has it with `--python`. Its model returns the hidden
+states of a prompt, and its own output layer turns them into logits, a few positions at a time.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from quantkit.untrusted import told
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+    from vllm import LLMEngine
 
     from quantkit.contracts.windows import Window
 
@@ -31,8 +33,8 @@ PIECE_ROWS = 32  # positions that go through the output layer together
 LEAST_BATCH = 2048
 NOT_COMPILED = "vLLM without torch.compile, which takes it minutes at each start: its server generates faster"
 ROUNDED = "activations rounded to 8 bits, as vLLM does on this processor unless VLLM_CPU_INT4_W4A8=0"
-# Set where the user has not: a small store of keys and values, for one sequence; threads as OMP_NUM_THREADS says; one
-# token more than the context, which is sampled and never read.
+# Set if the user has not: a small cache of keys and values, for one sequence; threads by OMP_NUM_THREADS; one token
+# more than the context, which is sampled and never read.
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -45,7 +47,7 @@ VARIABLES = {
 class VllmModel:
     """A loaded vLLM engine that holds one sequence at a time."""
 
-    def __init__(self, engine: Any, module: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
+    def __init__(self, engine: LLMEngine, module: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
         self._engine = engine
         self._module = module
         self.dtype = dtype
@@ -62,7 +64,7 @@ class VllmModel:
 
         seen: list[torch.Tensor] = []
 
-        def keep(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        def keep(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
             seen.append(output[: len(ids)].clone())
 
         handle = self._module.register_forward_hook(keep)
@@ -96,13 +98,13 @@ class VllmModel:
                     if done.finished and made < count:
                         raise EngineError(f"vLLM stopped after {made} of {count} tokens")
         finally:
-            # Who asks for no more tokens leaves a request behind.
+            # A caller that stops early leaves a request behind.
             self._engine.abort_request([name])
             while self._engine.has_unfinished_requests():
                 self._engine.step()
 
 
-def _import() -> Any:
+def _import() -> ModuleType:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: its memory is counted, its model can be asked
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
@@ -123,7 +125,7 @@ def _load(model: Model, spec: LoadSpec) -> VllmModel:
             kv_cache_memory_bytes=None if spec.device == "cpu" else GPU_CACHE_BYTES, enforce_eager=True,
             trust_remote_code=False, disable_log_stats=True,
         )  # fmt: skip
-        module, rounded = llm.apply_model(_look)[0]
+        module, rounded = llm.apply_model(_inspect)[0]
     return VllmModel(llm.llm_engine, module, dtype, (NOT_COMPILED, *((ROUNDED,) if rounded else ())))
 
 
@@ -134,8 +136,8 @@ def _find_device(asked: str) -> str:
     return built
 
 
-def _look(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
-    """The model itself, and whether one of its layers computes with activations of 8 bits."""
+def _inspect(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
+    """Return the model, and whether one of its layers computes with activations of 8 bits."""
     return module, any(getattr(layer, "use_w4a8", False) for layer in module.modules())
 
 

@@ -1,10 +1,9 @@
-"""The baseline: what the source model computes at the scored positions, stored and reused.
+"""The baseline: what the source model computes at the scored positions, cached.
 
-Stored are the states that enter the source's output layer, (N, D) float16 for N scored positions. The logits come from
-them through the source's own output layer, in float32. A baseline is found by the source's hashes, the tokens, the
-protocol and the dtype that the source was computed in. It is a file of plain numbers and a JSON file, which is written
-last; a lock makes a second process wait. A run that was killed leaves whole batches, and the next one goes on after
-them. This file also lists and clears the cache of baselines and of interrupted evaluations.
+It holds the states that enter the source's output layer, (N, D) float16 for N scored positions; the logits are computed
+from them by the source's own output layer, in float32. Its key is a hash of the source's hashes, the tokens, the
+protocol and the dtype. The JSON file next to the numbers is written last; a lock makes a second process wait. After a
+killed run, the next one continues behind the last whole batch. This file also lists and clears the cache.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.contracts.engine import StatesModel
 from quantkit.contracts.windows import Cut, alike, positions_in
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.scores import score
@@ -36,6 +36,8 @@ from quantkit.system.files import replace_text, sha256_of
 from quantkit.untrusted import read_object, told
 
 if TYPE_CHECKING:
+    import torch
+
     from quantkit.models.output_head import OutputHead
 
 FORMAT = 1
@@ -86,7 +88,7 @@ class BaselineFiles:
         return parse(BaselineEntry, read_object(self.facts, EngineError, most=MOST_FACTS), str(self.facts))
 
     def read_facts(self) -> BaselineEntry | None:
-        """Return the facts of a whole baseline; None if there is none, or its bytes are not those that were written."""
+        """Return the facts of a whole baseline; None if there is none, or its bytes have changed."""
         try:
             facts = self.entry()
             whole = self.states.stat().st_size == 2 * facts.positions * facts.width
@@ -96,10 +98,7 @@ class BaselineFiles:
 
 
 def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str], None]) -> BaselineEntry:
-    """Return the facts of the baseline in `files`, made by `make` if there is no whole one.
-
-    Of two processes one makes it and the other waits. Raises what `make` raises.
-    """
+    """Return the facts of the baseline in `files`; `make` computes it if needed, in one process at a time."""
     from filelock import FileLock, Timeout
 
     if (facts := files.read_facts()) is not None:
@@ -166,8 +165,7 @@ class Baseline:
     def logits(self, start: int, count: int) -> NDArray[np.float32]:
         """Return (count, V) float32 of the scored positions from `start` on.
 
-        Blocks of `ROWS` begin at the text's first position, whatever is read first: the last digits of a product depend
-        on the number of its rows.
+        Blocks of `ROWS` always begin at the text's first position: the last digits of a product depend on its rows.
         """
         parts: list[NDArray[np.float32]] = []
         while count:
@@ -190,11 +188,11 @@ def open_baseline(key: str, source: Source) -> Baseline:
     return Baseline(files, facts, source)
 
 
-def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: Callable[..., None]) -> None:
-    """Compute the states of all scored positions with `loaded`, a model of `source` in torch; in bfloat16 afterwards.
+def make(files: BaselineFiles, source: Source, loaded: StatesModel, cut: Cut, advance: Callable[..., None]) -> None:
+    """Compute the states of all scored positions with `loaded`, which is in bfloat16 afterwards.
 
-    The floors are measured on the first windows of the text. Called with the lock held. Raises EngineError if the
-    states do not fit into float16.
+    The floors are measured on the first windows. The caller holds the lock. Raises EngineError if the states do not fit
+    into float16.
     """
     head, batches = SourceHead(source), list(alike(cut.windows))
     ends = np.cumsum([0, *map(positions_in, batches)])
@@ -230,7 +228,7 @@ def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: C
     replace_text(files.facts, facts.model_dump_json(indent=2) + "\n")
 
 
-def _arrays(states: Any) -> Iterator[NDArray[np.float32]]:
+def _arrays(states: Iterator[torch.Tensor]) -> Iterator[NDArray[np.float32]]:
     return (each.float().numpy() for each in states)
 
 
@@ -244,11 +242,8 @@ def _halved(source: Source, states: NDArray[np.float32]) -> NDArray[np.float16]:
     return halves
 
 
-def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
-    """Return what float16 and bfloat16 cost on the first windows, whose (n, D) states are `exact`.
-
-    The model is in bfloat16 afterwards.
-    """
+def _floors(head: SourceHead, loaded: StatesModel, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
+    """Return the divergences that float16 and bfloat16 cause on the first windows, whose (n, D) states are `exact`."""
     loaded.to("bfloat16")
     rounding: list[NDArray[np.float64]] = []
     noise: list[NDArray[np.float64]] = []
@@ -261,9 +256,9 @@ def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.floa
                 logits = head.logits(states[rows])
                 divergences.append(score(logits, np.zeros(len(logits), np.int64), source)["divergence"])
     mean, stderr = mean_and_error(np.concatenate(noise))
-    if not math.isfinite(stderr):  # a single position is as uncertain as can be
+    if not math.isfinite(stderr):  # of a single position
         stderr = mean
-    # A divergence is never below zero: a mean below it is one that float32 cannot tell from zero.
+    # A divergence is never negative; a negative mean is a rounding error of float32.
     least = max(0.0, float(np.concatenate(rounding).mean()))
     return {"rounding": least, "noise": mean, "noise_stderr": stderr}
 
@@ -282,7 +277,7 @@ def list_cache() -> list[CacheEntry]:
 
 
 def clear_cache() -> list[CacheEntry]:
-    """Remove what no process makes now, and return it."""
+    """Remove and return all entries that no process is making now."""
     from filelock import FileLock, Timeout
 
     removed = []

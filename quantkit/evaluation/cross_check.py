@@ -1,9 +1,9 @@
-"""One artifact, two readers: the engine that users run, and our own reader of the same bytes. Do they agree?
+"""Compare the engine that users run with our own reader of the same artifact.
 
-Both score the same positions. Half the mean square of the difference of their log-likelihoods estimates how far apart
-their distributions are, in nats, like a divergence. Two right readers differ by rounding: of values to bfloat16 (our
-reader) and of activations to 8 bits (llama.cpp, CTranslate2 int8). A reader that misreads the file differs by more, and
-so does arithmetic that costs quality: both are worth knowing.
+Both score the same positions. Half the mean square of the difference of their log-likelihoods estimates the divergence
+of their distributions in nats. Two correct readers differ by rounding: of values to bfloat16 (our reader) and of
+activations to 8 bits (llama.cpp, CTranslate2 int8). A reader that misreads the file, or arithmetic that costs quality,
+differs by more.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.artifact import Artifact
+from quantkit.contracts.model import ModelLike
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError
 from quantkit.evaluation.engine_choice import REFERENCE, choose, own_device
 from quantkit.evaluation.evaluate import LIMITS, measure, open_with_source, prepare
-from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, spec_of
 from quantkit.report.records import Report
@@ -32,21 +31,18 @@ MAX_SHIFT = 0.01  # nats in the mean: 1 % of the perplexity
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """The reports of both, and the difference native - reference of their negative log-likelihoods, in nats.
-
-    `apart` is half the mean square of the difference, `floor` the divergence that bfloat16 alone brings.
-    """
+    """The reports of both, and the difference native - reference of their negative log-likelihoods, in nats."""
 
     native: Report
     reference: Report
-    shift: float
+    shift: float  # mean of the difference
     shift_stderr: float
-    apart: float
-    floor: float | None
+    apart: float  # half its mean square
+    floor: float | None  # the divergence that bfloat16 alone causes
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is within what rounding does."""
+        """Whether rounding explains the difference."""
         return self.apart <= MAX_APART and abs(self.shift) - 2 * self.shift_stderr <= MAX_SHIFT
 
     def lines(self) -> list[str]:
@@ -66,7 +62,7 @@ class CrossCheck:
 
 
 def cross_check(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     text: str | None = None,
     *,
     source: str | Path | ModelRef | None = None,

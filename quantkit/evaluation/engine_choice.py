@@ -1,7 +1,7 @@
 """The engine that evaluates a model: its version, dtype, device, and the interpreter that has it.
 
-Whatever is missing is reported before anything is loaded. An engine whose pins do not fit ours lives in an environment
-of its own: quantkit's code runs there on that environment's packages.
+Anything missing is reported before a model is loaded. An engine whose pins conflict with ours has an environment of its
+own, in which quantkit's code runs on that environment's packages.
 """
 
 from __future__ import annotations
@@ -9,72 +9,77 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from quantkit.contracts.engine import Engine
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine, find_format
 from quantkit.errors import DependencyError, RecipeError
 from quantkit.formats._quantization_config import quantization_of
-from quantkit.recipe import EngineSpec, parse
+from quantkit.models.source import Source
+from quantkit.recipe import EngineSpec, Strict, parse
 from quantkit.report.records import EngineEntry
 from quantkit.system.device import CPU, device_label, find_device
 from quantkit.system.interpreter import inspect_interpreter
 
 REFERENCE = "reference"  # our own reader
-# What quantkit itself imports in a process that evaluates, and the packages that bring it.
-NEEDED = {
-    name: name
-    for name in (
-        *("numpy", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "huggingface_hub", "pydantic"),
-        *("psutil", "rich", "filelock", "platformdirs"),
-    )
-} | {"yaml": "PyYAML"}
-
-
+BASELINE_DTYPE = "float32"
+# What quantkit itself imports in a process that evaluates, and the packages with other names than their modules.
+NEEDED = (
+    *("numpy", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "huggingface_hub", "pydantic"),
+    *("psutil", "rich", "filelock", "platformdirs", "yaml"),
+)
+PACKAGES = {"yaml": "PyYAML"}
 NOT_ITS_FILES = (
     "it reads the files in the model's folder, which hold another one, or bear other names than it looks for. Make a "
     "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters"
 )
 
 
+class LoadedEntry(Strict):
+    """What the process of an engine reports of the model that it has loaded."""
+
+    dtype: str
+    device: str
+    notes: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class ChosenEngine:
-    """An engine as it computes a model. `version` is the one installed for the interpreter `python`.
-
-    In another interpreter than ours `device` is what the user asked for, as `asked_device` always is. `walk`: it
-    computes block by block, with hidden states of more than `offload_bytes` in a file. `named`: the user asked for it.
-    """
+    """An engine and how it computes a model."""
 
     name: str
-    version: str
+    version: str  # installed for the interpreter `python`
     dtype: str | None
     python: str
-    device: str
+    device: str  # with another interpreter than ours: `asked_device`
     asked_device: str
-    walk: bool = False
-    offload_bytes: int = 0
-    named: bool = False
+    walk: bool = False  # it computes block by block
+    offload_bytes: int = 0  # in a walk, more bytes of hidden states go to a file
+    named: bool = False  # the user asked for this engine
 
     @property
     def variables(self) -> list[str]:
-        """The process variables that change what it computes."""
+        """The set environment variables that change what it computes."""
         prefixes = find_engine(self.name).variables
         return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
 
-    def entry(self, loaded: dict[str, Any]) -> EngineEntry:
-        """The engine in a report; `loaded` is what the process that has it reports."""
-        device = device_label(loaded["device"])
-        return EngineEntry(**{**loaded, "name": self.name, "version": self.version, "device": device})
+    def entry(self, loaded: LoadedEntry) -> EngineEntry:
+        """The engine in a report."""
+        return EngineEntry(
+            name=self.name,
+            version=self.version,
+            dtype=loaded.dtype,
+            device=device_label(loaded.device),
+            notes=loaded.notes,
+        )
 
 
 def refusal(engine: Engine, model: Model) -> str | None:
     """Return the reason why an engine cannot open a model, or None."""
-    if model.source is not None and not model.source.own_files:
-        takes = engine.reads_values and (model.format == "float" or engine.name == REFERENCE)
-        if not takes:
-            return f"{NOT_ITS_FILES}, or take --engine {REFERENCE}"
     stored = find_format(model.format)
+    takes_values = engine.name == REFERENCE or stored.loaded_by(engine.name).values
+    if model.source is not None and not model.source.own_files and not takes_values:
+        return f"{NOT_ITS_FILES}, or take --engine {REFERENCE}"
     if reason := stored.refusals(quantization_of(model.folder)).get(engine.name):
         return reason
     return None if engine.name in stored.engines else engine.opens
@@ -99,9 +104,16 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
         except RecipeError as error:
             raise RecipeError(f"--device {spec.device} for the engine {found.name}: {error}") from None
     found.refuse_model(model, spec.dtype, device)
-    return ChosenEngine(
-        found.name, version, spec.dtype, python, device, spec.device, named=spec.engine is not None
-    )  # fmt: skip
+    named = spec.engine is not None
+    return ChosenEngine(found.name, version, spec.dtype, python, device, spec.device, named=named)
+
+
+def choose_for_baseline(source: Source, asked_device: str) -> ChosenEngine:
+    """Return the engine that computes the baseline of a source: in torch, in this interpreter."""
+    loading = find_format(source.format).loading
+    name = next((name for name, how in loading.items() if how.values), REFERENCE)
+    version, device = require(find_engine(name)), own_device(asked_device)
+    return ChosenEngine(name, version, BASELINE_DTYPE, sys.executable, device, asked_device)
 
 
 def own_device(asked: str) -> str:
@@ -123,7 +135,7 @@ def require(engine: Engine, python: str = sys.executable) -> str:
             f"--engine {REFERENCE}"
         )
     if missing:
-        packages = " ".join(NEEDED[name] for name in missing)
+        packages = " ".join(PACKAGES.get(name, name) for name in missing)
         raise DependencyError(
             f"{python} lacks what quantkit needs. Install it with: {python} -m pip install {packages}"
         )

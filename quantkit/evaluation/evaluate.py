@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import Artifact, SourceEntry, package_versions
+from quantkit.artifact import SourceEntry, package_versions
 from quantkit.calibration.tokens import seen_notes
-from quantkit.contracts.model import Model
+from quantkit.contracts.model import Model, ModelLike
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Cut, alike, positions_in, tokens_in
 from quantkit.conversion.check_manifest import refuse_untrue
@@ -22,16 +22,8 @@ from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError
 from quantkit.evaluation.baseline import NOISE_WINDOWS, BaselineFiles, ensure, key_of, resume_folder
-from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, choose, own_device, require
-from quantkit.evaluation.memory import (
-    FLOAT32,
-    MemoryPlan,
-    dims_of,
-    disk_of,
-    plan_memory,
-    source_head_bytes,
-    wave_tokens,
-)
+from quantkit.evaluation.engine_choice import BASELINE_DTYPE, ChosenEngine, choose, choose_for_baseline
+from quantkit.evaluation.memory import MemoryPlan, dims_of, disk_of, plan_memory, source_head_bytes, wave_tokens
 from quantkit.evaluation.probes import PROBES, find_probe
 from quantkit.evaluation.process import BaselineRef, BaselineRequest, LoadRequest, MeasureRequest, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
@@ -46,11 +38,11 @@ from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
 LIMITS = MemoryLimits()
-TRIAL_BATCHES = 2  # of windows that go through a walk's first block; one is computed whole
+TRIAL_BATCHES = 2  # through a walk's first block; without a walk one batch is computed
 
 
 def evaluate(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     probes: tuple[str, ...] | list[str] = (),
     text: str | None = None,
     *,
@@ -70,17 +62,25 @@ def evaluate(
     Raises a QuantkitError; an engine that crashes ends as EngineError.
     """
     spec = spec_of(EvaluationSpec, settings, "evaluation", text=text, probes=tuple(probes))
-    opened, exact = open_with_source(model, source)
-    loaded = load_text(spec.text, "evaluation")
-    evaluation = prepare(opened, spec, loaded, choose(opened, engine), exact, memory or LIMITS)
+    evaluation = _open_and_prepare(model, source, spec, engine, memory)
     progress = progress or Progress()
     progress.say(f"device: {device_label(evaluation.engine.device)}")
     return measure(evaluation, progress)
 
 
-def open_with_source(
-    model: str | Path | ModelRef | Artifact | Source, source: str | Path | ModelRef | None = None
-) -> tuple[Model, Source | None]:
+def _open_and_prepare(
+    model: ModelLike,
+    source: str | Path | ModelRef | None,
+    spec: EvaluationSpec,
+    engine: str | EngineSpec | None,
+    memory: MemoryLimits | None,
+) -> Evaluation:
+    opened, exact = open_with_source(model, source)
+    text = load_text(spec.text, "evaluation")
+    return prepare(opened, spec, text, choose(opened, engine), exact, memory or LIMITS)
+
+
+def open_with_source(model: ModelLike, source: str | Path | ModelRef | None = None) -> tuple[Model, Source | None]:
     """Open the model to evaluate and, if known, its unquantized source.
 
     Adapters of an artifact belong to its source. Raises RecipeError if the manifest does not say enough to find that.
@@ -127,20 +127,16 @@ def resolve(spec: EvaluationSpec) -> EvaluationSpec:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured on what by what: everything that decides the figures, before anything is computed.
-
-    `source` is what divergences are measured from, None if they are not. `plan` says how much of the model is in memory
-    at a time, `baseline_plan` the same of the source, None if its baseline is there or not needed.
-    """
+    """Everything that decides the figures, before anything is computed."""
 
     model: Model
     spec: EvaluationSpec
     text: Text
     engine: ChosenEngine
     cut: Cut
-    source: Source | None
+    source: Source | None  # divergences are measured from it
     plan: MemoryPlan
-    baseline_plan: MemoryPlan | None
+    baseline_plan: MemoryPlan | None  # None if the source's baseline is stored or not needed
     notes: tuple[str, ...]
 
     @property
@@ -148,7 +144,7 @@ class Evaluation:
         """The baseline of the source, whether or not it is there."""
         if self.source is None:
             return None
-        return BaselineRef(source=Model(None, self.source).ref, key=key_of(self.source, self.cut, FLOAT32))
+        return BaselineRef(source=Model(None, self.source).ref, key=key_of(self.source, self.cut, BASELINE_DTYPE))
 
     def stored_baseline(self) -> BaselineEntry | None:
         """The facts of the baseline, if it is there."""
@@ -157,7 +153,7 @@ class Evaluation:
     def decides(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> dict[str, Any]:
         """Return all that the figures depend on, with the `baseline` that is used, as JSON values.
 
-        They are measured on this machine if no other `hardware` is given.
+        `hardware` is by default that of this machine.
         """
         engine = self.engine
         return {
@@ -176,7 +172,7 @@ class Evaluation:
         }
 
     def fingerprint(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> str:
-        """Return a hash of all that the figures depend on, by default on this machine."""
+        """Return a hash of all that the figures depend on."""
         decides = json.dumps(self.decides(baseline, hardware), sort_keys=True)
         return hashlib.sha256(decides.encode()).hexdigest()
 
@@ -189,34 +185,34 @@ def prepare(
     source: Source | None = None,
     memory: MemoryLimits = LIMITS,
 ) -> Evaluation:
-    """Check and decide everything that can be decided before anything is computed; see `evaluate`.
-
-    `source` is the artifact's, if it is at hand.
-    """
+    """Check and decide everything before anything is computed; `source` is the artifact's, if it is at hand."""
     named, spec = spec.probes, resolve(spec)
     if model.artifact is not None:
         refuse_untrue(model.artifact)
     windows = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
     longer = note_beyond_context(model.config, windows.about.n_ctx, "windows")
-    notes: tuple[str, ...] = () if longer is None else (longer,)
+    notes = [] if longer is None else [longer]
     if model.artifact is not None and "perplexity" in spec.probes:
         notes += seen_notes(model.artifact.manifest.calibration, text, windows.windows, model.tokenizer())
     exact = _exact_source(model, source) if spec.divergence and "perplexity" in spec.probes else None
     if isinstance(exact, str):
-        notes, exact = (*notes, f"no divergence from the source: {exact}"), None
-    head = 0 if exact is None else source_head_bytes(exact)
-    plan, baseline_plan = plan_memory(model, engine, memory, windows.windows, head), None
-    if exact is not None and BaselineFiles(key_of(exact, windows, FLOAT32)).read_facts() is None:
-        name = "transformers" if exact.format == "float" else REFERENCE
-        device, version = own_device(engine.asked_device), require(find_engine(name))
-        by = ChosenEngine(name, version, FLOAT32, sys.executable, device, engine.asked_device)
-        what = "the source, for divergences,"
-        baseline_plan = plan_memory(Model(None, exact), by, memory, windows.windows, head, what)
+        notes.append(f"no divergence from the source: {exact}")
+        exact = None
+    plan = plan_memory(model, engine, memory, windows.windows, 0 if exact is None else source_head_bytes(exact))
+    baseline_plan = None if exact is None else _plan_baseline(exact, engine, memory, windows)
     if plan.engine.walk:
         spec, without = _without_generation(spec, named)
         notes += without
     notes += plan.notes + (() if baseline_plan is None else baseline_plan.notes)
-    return Evaluation(model, spec, text, plan.engine, windows, exact, plan, baseline_plan, notes)
+    return Evaluation(model, spec, text, plan.engine, windows, exact, plan, baseline_plan, tuple(notes))
+
+
+def _plan_baseline(source: Source, engine: ChosenEngine, memory: MemoryLimits, windows: Cut) -> MemoryPlan | None:
+    """Plan the computing of the baseline of a source; None if the baseline is stored."""
+    if BaselineFiles(key_of(source, windows, BASELINE_DTYPE)).read_facts() is not None:
+        return None
+    by, head = choose_for_baseline(source, engine.asked_device), source_head_bytes(source)
+    return plan_memory(Model(None, source), by, memory, windows.windows, head, "the source, for divergences,")
 
 
 def _without_generation(spec: EvaluationSpec, named: tuple[str, ...]) -> tuple[EvaluationSpec, tuple[str, ...]]:
@@ -273,17 +269,19 @@ def _make_baseline(evaluation: Evaluation, windows: Path, progress: Progress) ->
 def _requests(
     evaluation: Evaluation, windows: Path, fingerprint: str, save: Path | None
 ) -> Iterator[tuple[MeasureRequest, bool]]:
-    """What child processes are asked, one after the other, and whether each is forked."""
+    """Yield the requests to child processes, and whether each child is forked."""
     spec, engine, baseline = evaluation.spec, evaluation.engine, evaluation.baseline
     found = find_engine(engine.name)
+
+    def request(probes: tuple[str, ...], threads: int, *further_threads: int) -> MeasureRequest:
+        return MeasureRequest(
+            load=LoadRequest(model=evaluation.model.ref, engine=engine, threads=threads), windows=str(windows),
+            spec=spec, probes=probes, further_threads=further_threads, baseline=baseline,
+            resume=str(resume_folder() / f"{fingerprint[:32]}.positions"), save=None if save is None else str(save),
+        )  # fmt: skip
+
     # The first number of threads is that of all figures; the others are for what depends on it.
     most, *others = sorted(spec.threads, reverse=True)
-    load = LoadRequest(model=evaluation.model.ref, engine=engine, threads=most)
-    first = MeasureRequest(
-        load=load, windows=str(windows), spec=spec, baseline=baseline,
-        further_threads=() if found.set_threads is None else tuple(others),
-        resume=str(resume_folder() / f"{fingerprint[:32]}.positions"), save=None if save is None else str(save),
-    )  # fmt: skip
     # What needs the source's output layer goes into a process of its own if the engine does not need torch.
     splits = found.process == "both" and engine.python == sys.executable and baseline is not None
     apart = tuple(name for name in spec.probes if splits and find_probe(name).needs_source)
@@ -291,18 +289,17 @@ def _requests(
     forked = found.process == "forked"
     for names, way in ((together, forked), (apart, True)):
         if names:
-            yield first.model_copy(update={"probes": names}), way
+            yield request(names, most, *(others if found.sets_threads else ())), way
     names = tuple(name for name in spec.probes if find_probe(name).per_threads)
-    for count in others if names and found.set_threads is None else ():
-        update = {"load": load.model_copy(update={"threads": count}), "probes": names}
-        yield first.model_copy(update=update), forked
+    for count in others if names and not found.sets_threads else ():
+        yield request(names, count), forked
 
 
 def _exact_source(model: Model, source: Source | None) -> Source | str | None:
-    """Return what divergences are measured from: the model itself, the `source` at hand, or the manifest's source.
+    """Return what divergences are measured from: the model itself, the given `source`, or the manifest's source.
 
-    If there is none, return the reason. Raises ArtifactError for another `source` than the artifact was made from,
-    RecipeError for one besides a model that is a source itself.
+    If there is none, return the reason. Raises ArtifactError if the artifact was made from another source, RecipeError
+    for a source of a model that is a source itself.
     """
     if source is not None:
         _refuse_other_source(model, source)
@@ -336,7 +333,7 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             f"{other}, or other files of the name). Give the same, in the same order, with --adapter."
         )
     made_from, given = entry.hashes, source.hashes
-    same_config = model.config == source.config  # whatever its file looks like
+    same_config = model.config == source.config  # the bytes of the file do not matter
     for name in sorted(made_from.keys() | given.keys()):
         if made_from.get(name) != given.get(name) and not (same_config and name == "config.json"):
             one, other = (str(hashes.get(name, "no such file"))[:12] for hashes in (made_from, given))
@@ -347,7 +344,7 @@ def _refuse_other_source(model: Model, source: Source) -> None:
 
 
 class Part(Strict):
-    """A model that is computed: the bytes of memory that it needs, and about how many seconds."""
+    """The forecast of one model that is computed."""
 
     what: str
     engine: str
@@ -367,7 +364,7 @@ class EvaluationForecast(Strict):
 
 
 def forecast(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     text: str | None = None,
     *,
     source: str | Path | ModelRef | None = None,
@@ -375,10 +372,10 @@ def forecast(
     memory: MemoryLimits | None = None,
     **settings: Any,
 ) -> EvaluationForecast:
-    """Forecast what `evaluate` would take for the probe perplexity; nothing that is written stays.
+    """Forecast memory, disk and time that `evaluate` takes for the probe perplexity; a note names other probes.
 
-    The first windows, or of a walk their first decoder block, are computed for real. A note names the other probes that
-    are asked for. Raises what `evaluate` raises before it computes anything.
+    The first windows, or their first decoder block in a walk, are computed for real. Raises what `evaluate` raises
+    before it computes anything.
     """
     asked = resolve(spec_of(EvaluationSpec, settings, "evaluation", text=text))
     if "perplexity" not in asked.probes:
@@ -386,11 +383,9 @@ def forecast(
             f"a forecast is of the probe perplexity, and {', '.join(asked.probes)} was asked for. Add it to the probes"
         )
     spec = asked.model_copy(update={"probes": ("perplexity",)})
-    opened, exact = open_with_source(model, source)
-    loaded = load_text(spec.text, "evaluation")
-    evaluation = prepare(opened, spec, loaded, choose(opened, engine), exact, memory or LIMITS)
-    plan, baseline, windows = evaluation.plan, evaluation.baseline_plan, evaluation.cut.windows
-    divergence = evaluation.source is not None
+    evaluation = _open_and_prepare(model, source, spec, engine, memory)
+    opened, plan, baseline = evaluation.model, evaluation.plan, evaluation.baseline_plan
+    windows, divergence = evaluation.cut.windows, evaluation.source is not None
     parts = [_part(opened.label, plan, _seconds(evaluation, opened, plan, 2 if divergence else 1))]
     if baseline is not None and evaluation.source is not None:
         more = 1 + min(NOISE_WINDOWS, len(windows)) / len(windows)  # which are computed in bfloat16, too
@@ -415,11 +410,11 @@ def _part(what: str, plan: MemoryPlan, seconds: float) -> Part:
 
 
 class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
-    """Ends the trial: a block is done."""
+    """Ends the trial after the first block."""
 
 
 def _seconds(evaluation: Evaluation, model: Model, plan: MemoryPlan, heads: int) -> float:
-    """About how long `model` takes: to load it and compute all windows, with `heads` output layers for their states."""
+    """Estimate the time to load `model` and compute all windows, with `heads` output layers."""
     cut, walk = evaluation.cut, plan.engine.walk
     batches = list(alike(cut.windows))[: TRIAL_BATCHES if walk else 1]
     first = tuple(window for batch in batches for window in batch)
@@ -436,7 +431,9 @@ def _seconds(evaluation: Evaluation, model: Model, plan: MemoryPlan, heads: int)
         file = temp / "cut.npz"
         Cut(first, cut.about.model_copy(update={"windows": len(first)}), cut.sizes).save(file)
         load = LoadRequest(model=model.ref, engine=plan.engine, threads=max(evaluation.spec.threads))
-        request = MeasureRequest(load=load, windows=str(file), spec=evaluation.spec, probes=("perplexity",))
+        request = MeasureRequest(
+            load=load, windows=str(file), spec=evaluation.spec, probes=("perplexity",), resume=str(temp / "positions")
+        )
         try:
             result = run_child(request, temp, Progress(listen))
         except _StopTrial:

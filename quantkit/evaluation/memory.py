@@ -1,8 +1,8 @@
-"""Peak memory of an evaluation, and which models are computed block by block because they do not fit whole.
+"""Peak memory of an evaluation; models that do not fit whole are computed block by block.
 
-The peak is that of a process that computes one model: its libraries, the weights that the engine holds, activations,
-logits and, for divergences, the source's output layer. Files that are only mapped into memory are not counted: the
-system takes their pages back. On a GPU the estimate is of the GPU's memory.
+The peak is that of a process that computes one model: its libraries, the engine's weights, activations, logits and, for
+divergences, the source's output layer. Files that are only mapped into memory do not count: the system can drop their
+pages. On a GPU the estimate is of the GPU's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantkit.contracts.engine import Engine, WeightStats
 from quantkit.contracts.format import Format
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import BATCH_TOKENS, Window, positions_in, tokens_in
+from quantkit.contracts.windows import BATCH_TOKENS, Window, longest_in, positions_in, tokens_in
 from quantkit.errors import RecipeError, ResourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, own_device, require
 from quantkit.models.config import beside_states, open_config
@@ -29,8 +29,7 @@ from quantkit.system.memory import GROWTH, free_memory
 from quantkit.system.sizes import in_one_unit
 from quantkit.untrusted import told
 
-FLOAT32 = "float32"
-ITEM = {FLOAT32: 4, "bfloat16": 2, "float16": 2}
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 MB = 1_000_000
 PROCESS = 440 * MB  # libraries, once they have computed something
 OFFLOAD_BYTES = 20 * MB
@@ -42,11 +41,11 @@ CODES = 17  # bytes a weight while a layer's codes are unpacked
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of the memory of `device` that one model takes by phase; none where the engine's memory is not known."""
+    """Memory that one model takes on `device`."""
 
     engine: str
     walk: bool = False
-    phases: Mapping[str, int] = field(default_factory=dict)
+    phases: Mapping[str, int] = field(default_factory=dict)  # bytes by phase; empty if unknown for this engine
     device: str = CPU
 
     @property
@@ -72,15 +71,15 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class ModelDims:
-    """Sizes of a model: `flowing` values of a token go from block to block, `tables` are in a token's embeddings."""
+    """Sizes of a model."""
 
     vocabulary: int
     hidden: int
     inner: int
     tied: bool
     blocks: int
-    flowing: int
-    tables: int
+    flowing: int  # values of a token that go from block to block
+    tables: int  # values of a token in all embeddings
 
     @property
     def head(self) -> int:
@@ -88,7 +87,7 @@ class ModelDims:
         return self.vocabulary * self.hidden
 
     def activations(self, tokens: int, item: int) -> int:
-        """Bytes of a batch inside a block: the residual and what attention has of it, and the widest layer."""
+        """Bytes of a batch inside a block: the residual, attention's tensors, and the widest layer."""
         values = 7 * self.hidden + self.flowing + 4 * max(self.inner, 3 * self.hidden)
         return max(BATCH_TOKENS, tokens) * item * values
 
@@ -104,20 +103,20 @@ def dims_of(config: dict[str, Any]) -> ModelDims:
     with told("the sizes in config.json cannot be used", UnsupportedError):
         hidden = int(settings.hidden_size)
         inner = getattr(settings, "intermediate_size", None) or getattr(settings, "ffn_dim", None) or 4 * hidden
-        beside = beside_states(settings)
+        values = beside_states(settings)
         return ModelDims(
             vocabulary=int(settings.vocab_size),
             hidden=hidden,
             inner=max(inner) if isinstance(inner, list) else int(inner),
             tied=bool(getattr(settings, "tie_word_embeddings", False)),
             blocks=max(1, int(settings.num_hidden_layers)),
-            flowing=hidden * beside.states + beside.of_text + beside.shared,
-            tables=hidden + beside.of_text,
+            flowing=hidden * values.states + values.of_text + values.shared,
+            tables=hidden + values.of_text,
         )
 
 
 def stats_of(model: Model) -> WeightStats:
-    """Return what engines derive the memory of a model's weights from."""
+    """Return the facts from which engines derive the memory of a model's weights."""
     dims = dims_of(model.config)
     recipe = None if model.artifact is None else model.artifact.manifest.recipe
     return WeightStats(
@@ -139,24 +138,24 @@ def need_whole(
     head: int = 0,
     device: str = CPU,
 ) -> MemoryNeed:
-    """Return what a model takes that is loaded whole; `head` are bytes of the source's output layer."""
+    """Return the need of a model that is loaded whole; `head` are bytes of the source's output layer."""
     if engine.holds is None:
         return MemoryNeed(engine.name, device=device)
-    tokens = max(len(window.ids) for window in windows)
-    # Engines that do not compute in torch give the logits of a window at once, which are copied.
-    logits = dims.logits if engine.reads_values else max(dims.logits, 2 * tokens * dims.vocabulary * 4)
+    tokens = longest_in(windows)
+    # Engines outside torch return the logits of a whole window, which are copied.
+    logits = dims.logits if engine.in_torch else max(dims.logits, 2 * tokens * dims.vocabulary * 4)
     activations = dims.activations(tokens, ITEM.get(dtype or stats.dtype, 4))
     weights = engine.holds(stats, dtype) + activations + logits + head + GROWTH
     return MemoryNeed(engine.name, phases={"its weights": weights}, device=device)
 
 
 def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...], head: int) -> MemoryNeed:
-    """Return what a model takes that is computed block by block; `head` as in `need_whole`."""
+    """Return the need of a model that is computed block by block; `head` as in `need_whole`."""
     from torch import nn
 
     from quantkit.models.skeleton import open_skeleton
 
-    dims, item = dims_of(model.config), ITEM[engine.dtype or FLOAT32]
+    dims, item = dims_of(model.config), ITEM[engine.dtype or "float32"]
     sizes, layers = [], []
     for block in open_skeleton(model.config).blocks:
         sizes.append(sum(p.numel() for p in block.parameters()))
@@ -171,7 +170,7 @@ def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...
     reading = dims.head * stored
     later = own_head + head if tokens_in(windows) > wave else 0  # next to the next windows' blocks
     unpacking = max(layers, default=0) * (stored if plain else CODES)
-    activations = dims.activations(max(len(window.ids) for window in windows), item)
+    activations = dims.activations(longest_in(windows), item)
     phases = {
         "the embedding": states + later + rows * (stored + 2 * item) + (0 if plain else reading),
         "a decoder block": states + later + max(sizes) * item + unpacking + activations + GROWTH,
@@ -183,26 +182,26 @@ def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...
 def need_of_copy(
     source: Source, kind: Format, nbytes: int, bits: str | None, windows: tuple[Window, ...]
 ) -> MemoryNeed:
-    """Return what an artifact of `nbytes` takes whole that is still to be made of `source`, in its first engine."""
+    """Return the need of an artifact that is not made yet, of `nbytes`, loaded whole in its format's first engine."""
     stats = replace(stats_of(Model(None, source)), format=kind.name, weight_bytes=nbytes, bits=bits)
     dims = dims_of(source.config)
     return need_whole(find_engine(kind.engines[0]), stats, dims, windows, head=source_head_bytes(source))
 
 
 def source_head_bytes(source: Source) -> int:
-    """Return the bytes of the source's output layer, from which divergences are computed."""
+    """Return the bytes of the source's output layer, which divergences need."""
     return dims_of(source.config).head * _stored_item(Model(None, source)) + SLAB_BYTES
 
 
 def wave_tokens(windows: tuple[Window, ...]) -> int:
-    """Return the number of tokens that go through all blocks together in a walk."""
+    """Return the number of tokens that a walk takes through all blocks together."""
     from quantkit.calibration.passes import WAVE_TOKENS
 
-    return min(tokens_in(windows), max(WAVE_TOKENS, *(len(window.ids) for window in windows)))
+    return min(tokens_in(windows), max(WAVE_TOKENS, longest_in(windows)))
 
 
 def disk_of(windows: tuple[Window, ...], plans: list[MemoryPlan], dims: ModelDims, divergence: bool) -> int:
-    """Return the bytes of temporary files: scored positions, the baseline, hidden states that do not stay in memory."""
+    """Return the bytes of temporary files: scored positions, the baseline, and offloaded hidden states."""
     positions = positions_in(windows)
     baseline = 2 * positions * dims.hidden if divergence else 0
     states = 4 * dims.flowing * wave_tokens(windows)
@@ -218,10 +217,10 @@ def plan_memory(
     head: int = 0,
     what: str = "it",
 ) -> MemoryPlan:
-    """Decide who computes a model: `engine` whole if that fits, else our own reader block by block.
+    """Plan to compute a model whole with `engine` if that fits, else block by block with our own reader.
 
-    `what` names the model in notes. Raises ResourceError with the figures if it does not fit, RecipeError for an engine
-    that was asked for and cannot walk.
+    `what` names the model in notes. Raises ResourceError if neither fits, RecipeError for a named engine that cannot
+    walk.
     """
     found, stats = find_engine(engine.name), stats_of(model)
     need = need_whole(found, stats, dims_of(model.config), windows, engine.dtype, head, engine.device)
@@ -253,7 +252,7 @@ def plan_memory(
 
 
 def _limit(device: str, limits: MemoryLimits) -> int:
-    """Most bytes to take of a device's memory: what the user gave, else what is free there."""
+    """Most bytes to take of a device's memory: the user's limit, else what is free."""
     return free_memory(device) if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
 
 

@@ -1,7 +1,6 @@
 """Perplexity by a named protocol and, with the source's baseline, the divergence from the source, in one pass.
 
-Figures and their formulas: scores.py. The positions of finished batches are stored, so an evaluation that was
-interrupted goes on after them.
+Figures and formulas: scores.py. The positions of finished batches are stored; an interrupted evaluation resumes there.
 """
 
 from __future__ import annotations
@@ -29,46 +28,46 @@ WRITING_SHARE = 0.05  # of the time, at most
 class ResumeFile:
     """The scored positions of finished batches: a checksum, and records (`scores.RECORD`).
 
-    The whole file is replaced each time. What is damaged or cannot be written costs time and changes no figure.
+    The whole file is replaced each time. A file that is damaged or cannot be written only costs time.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path, self._next = path, 0.0
 
     def read(self) -> Positions:
-        """Return what is stored; no positions if there is no such file, or its bytes are not those written."""
+        """Return the stored positions; none if the file is missing or damaged."""
         data = b""
-        if self._path is not None:
-            with suppress(OSError):
-                data = self._path.read_bytes()
+        with suppress(OSError):
+            data = self._path.read_bytes()
         checksum, records = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
-        whole = (
-            checksum == zlib.crc32(records).to_bytes(CHECKSUM_BYTES, "little") and not len(records) % RECORD.itemsize
-        )
+        whole = checksum == _checksum(records) and not len(records) % RECORD.itemsize
         return np.frombuffer(records if whole else b"", RECORD)
 
     def write(self, parts: Sequence[Positions]) -> None:
-        """Store all positions so far, unless writing has just taken more than its share of the time."""
-        if self._path is None or (begin := time.monotonic()) < self._next:
+        """Store all positions so far, unless writing has taken more than its share of the time."""
+        if (begin := time.monotonic()) < self._next:
             return
         records = np.concatenate(parts).tobytes()
         new = self._path.with_suffix(".new")
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_bytes(zlib.crc32(records).to_bytes(CHECKSUM_BYTES, "little") + records)
+            new.write_bytes(_checksum(records) + records)
             new.replace(self._path)
         end = time.monotonic()
         self._next = end + (end - begin) / WRITING_SHARE
 
     def remove(self) -> None:
         """Remove the file."""
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def _checksum(records: bytes) -> bytes:
+    return zlib.crc32(records).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _scored(job: ProbeJob, windows: Sequence[Window], position: int) -> Iterator[Positions]:
-    """Score `windows` one by one, the first of which begins with the scored position number `position`."""
+    """Score `windows` one by one; `position` is the number of the first scored position."""
     baseline = job.baseline() if job.baseline is not None else None
     pieces = job.loaded.pieces(windows)
     for window in windows:

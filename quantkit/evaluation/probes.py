@@ -61,10 +61,7 @@ def first_prompt(job: ProbeJob) -> list[int]:
 
 
 def measure_memory(job: ProbeJob) -> list[Measurement]:
-    """Return the peak resident memory of the process while it loads the model and generates, and the peak on a GPU.
-
-    The peak on a GPU is that of torch's allocator; engines that do not compute in torch have none.
-    """
+    """Return the peak resident memory of loading the model and generating, and the peak of torch's GPU allocator."""
     generate(job, first_prompt(job), job.spec.new_tokens)
     generating, on_gpu = peak_rss_bytes(), device_peak_bytes()
     details = {"loading": job.loading_peak, "generating": generating, "new_tokens": job.spec.new_tokens}
@@ -112,7 +109,7 @@ def measure_throughput(job: ProbeJob) -> list[Measurement]:
     """
     known, repeats = len(job.model.tokenizer()), job.spec.repeats
     vocabulary = min(known, vocabulary_of(job.model.config) or known)
-    # A model with a shorter context is measured on what it has; the figure's name has the number.
+    # A model with a shorter context is measured on fewer tokens; the figure's name has the number.
     read, made = min(READ, job.n_ctx - 1), min(GENERATED, job.n_ctx - 1)
     prompt = np.random.default_rng(0).integers(0, vocabulary, read).tolist()
     measured = []

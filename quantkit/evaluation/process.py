@@ -1,4 +1,4 @@
-"""Child processes that load one model and measure it: what they are asked, and the parent's side; see worker.py."""
+"""Child processes that load one model and measure it: their requests, and the parent's side; see worker.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from quantkit import errors
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.evaluation.engine_choice import ChosenEngine
+from quantkit.evaluation.engine_choice import ChosenEngine, LoadedEntry
 from quantkit.progress import Progress, Step
 from quantkit.recipe import MOST_TOKENS, EvaluationSpec, Frozen, ModelRef, Strict, Words
 from quantkit.report.records import Measurement
@@ -26,13 +27,13 @@ from quantkit.system.interpreter import lent_code
 from quantkit.system.ranks import without_ranks
 from quantkit.untrusted import shown, told
 
-# What OpenMP, OpenBLAS and MKL start with; the user's own would hold for one of them otherwise.
+# The thread counts of OpenMP, OpenBLAS and MKL; all are set, since the user may have set one.
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 WORKER = "quantkit.evaluation.worker"
 
 
 class TaskSpec(Strict):
-    """Which tasks are run, and how; `include` is a folder with further tasks, whose code the harness runs."""
+    """The tasks to run, and how; `include` is a folder with further tasks, whose code the harness runs."""
 
     tasks: tuple[Words, ...] = Field(max_length=1000)
     include: Words | None = None
@@ -58,24 +59,21 @@ class BaselineRef(Strict):
 
 
 class MeasureRequest(Frozen):
-    """Run `probes` on the windows in a file, and those of speed again with each of `further_threads`.
-
-    The positions of finished batches go to the file `resume`, in the end all positions to the file `save`.
-    """
+    """Run `probes`, and those of speed again with each of `further_threads`."""
 
     kind: Literal["measure"] = "measure"
     load: LoadRequest
-    windows: str
+    windows: str  # a file, as `Cut.save` writes it
     spec: EvaluationSpec
-    probes: tuple[str, ...] = ()
+    probes: tuple[str, ...]
+    resume: str  # the file of the positions of finished batches
     further_threads: tuple[int, ...] = ()
     baseline: BaselineRef | None = None
-    resume: str | None = None
-    save: str | None = None
+    save: str | None = None  # the file for all positions
 
 
 class BaselineRequest(Frozen):
-    """Make the baseline `key` of the model, which is a source, on the windows in a file."""
+    """Make the baseline `key` of the model, which is a source."""
 
     kind: Literal["baseline"] = "baseline"
     load: LoadRequest
@@ -105,30 +103,17 @@ def read_request(text: str) -> Request:
         raise EngineError(f"the request of an evaluation cannot be read: {place}: {first['msg']}") from None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChildResult:
-    """What a child reports: of the loaded model (dtype, device, notes), its measurements, or results of tasks."""
+    """What a child reports: the loaded model, its measurements, or results of tasks."""
 
-    loaded: dict[str, Any] = field(default_factory=dict)
-    measurements: list[Measurement] = field(default_factory=list)
-    tasks: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, kind: str, content: Any) -> None:
-        """Add what an event reports, or raise the error that it reports."""
-        if kind == "measurement":
-            self.measurements.append(Measurement.model_validate(content))
-        elif kind == "error":
-            known = getattr(errors, content["type"], None)
-            kind_of_error = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
-            raise kind_of_error(str(content["message"]))
-        elif kind in ("loaded", "tasks") and isinstance(content, dict):
-            setattr(self, kind, content)
-        else:
-            raise ValueError(f"an event of the kind {shown(kind)}")
+    loaded: LoadedEntry
+    measurements: tuple[Measurement, ...]
+    tasks: dict[str, Any]
 
 
 def run_child(request: Request, temp: Path, progress: Progress, forked: bool = False) -> ChildResult:
-    """Run one child with its files in `temp`; `forked` from a process that has imported transformers, if it can be.
+    """Run one child with its files in `temp`; `forked`: if possible from a process that has imported transformers.
 
     Raises the QuantkitError that the child reports, and EngineError if it ends without one.
     """
@@ -140,8 +125,6 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
     own = engine.python == sys.executable
     if not own:
         env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
-    result = ChildResult()
-    steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
         forked = forked and engine.device == "cpu" and own
         child = (forked and forking.fork(WORKER, [str(path)], write_end, log.fileno(), env)) or start(
@@ -150,17 +133,7 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
         os.close(write_end)
         try:
             with os.fdopen(read_end, encoding="utf-8") as events:
-                for line in events:
-                    with told(f"the engine {engine.name} told something unusable of {model}", EngineError):
-                        [(kind, content)] = json.loads(line).items()
-                        if kind != "step":
-                            result.take(kind, content)
-                            continue
-                        step = steps.setdefault(content["title"], Step(content["title"], content["total"]))
-                        vars(step).update(
-                            {name: content[name] for name in ("done", "remark", "ended", "work")}
-                        )  # fmt: skip
-                    progress.forward(step)
+                result = _read_events(events, f"the engine {engine.name} told something unusable of {model}", progress)
             code = child.wait()
         finally:
             if child.poll() is None:
@@ -174,13 +147,44 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             last = next((f": {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
             raise EngineError(f"the engine {engine.name} {how} while evaluating {model}{last}")
-        if not result.loaded:
-            raise EngineError(f"the engine {engine.name} ended without a word while evaluating {model}")
+    if result is None:
+        raise EngineError(f"the engine {engine.name} ended without a word while evaluating {model}")
     return result
 
 
+def _read_events(events: Iterable[str], what: str, progress: Progress) -> ChildResult | None:
+    """Forward steps and raise the error that the child reports; return its result, None if it has loaded no model."""
+    loaded: LoadedEntry | None = None
+    measurements: list[Measurement] = []
+    tasks: dict[str, Any] = {}
+    steps: dict[str, Step] = {}
+    for line in events:
+        with told(what, EngineError):
+            [(kind, content)] = json.loads(line).items()
+            match kind, content:
+                case "step", dict():
+                    step = steps.setdefault(content["title"], Step(content["title"], content["total"]))
+                    for name in ("done", "remark", "ended", "work"):
+                        setattr(step, name, content[name])
+                case "loaded", dict():
+                    loaded = LoadedEntry.model_validate(content)
+                case "measurement", dict():
+                    measurements.append(Measurement.model_validate(content))
+                case "tasks", dict():
+                    tasks = content
+                case "error", dict():
+                    known = getattr(errors, content["type"], None)
+                    error = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
+                    raise error(str(content["message"]))
+                case _:
+                    raise ValueError(f"an event of the kind {shown(kind)}")
+        if kind == "step":
+            progress.forward(step)
+    return None if loaded is None else ChildResult(loaded, tuple(measurements), tasks)
+
+
 def prepare() -> None:
-    """Import what child processes need while other things are done."""
+    """Start importing what child processes need, in the background."""
     forking.start(_variables(1))
 
 
@@ -191,7 +195,7 @@ def _variables(threads: int) -> dict[str, str]:
 def start(
     python: str, request: Path, write_end: int, log: IO[bytes], variables: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the child: its events go to the file descriptor `write_end`, what engines say into `log`."""
+    """Start the child; its events go to the file descriptor `write_end`, the engine's output to `log`."""
     return subprocess.Popen(
         [python, "-P", "-m", WORKER, str(request), str(write_end)],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Perplexity protocols: which token windows are evaluated, and which positions of a window count.
+"""Perplexity protocols: how a text is cut into token windows, and which positions count.
 
 llama.cpp: windows of n_ctx (512) without overlap; token 0 of each is replaced by BOS where the vocabulary adds one;
 only targets in the second half count (n_ctx - n_ctx/2 - 1 of them); the rest of the text is dropped.
@@ -82,7 +82,7 @@ def _lm_eval(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple
         ids = encode(tokenizer, clean(page))
         whole = np.concatenate([[start], ids])
         for at in range(0, len(ids), n_ctx):
-            # The last window reaches back so far that it is full, and scores only what is new.
+            # The last window reaches back until it is full, and scores only new tokens.
             stop = min(at + n_ctx, len(ids))
             begin = max(0, stop - n_ctx)
             part = whole[begin:stop]
@@ -119,9 +119,8 @@ def cut(
 ) -> Cut:
     """Tokenize `text` and cut it into windows; `limit` counts windows, for lm-eval pages.
 
-    Where the protocol has no length of its own, windows are as long as the context that `config` (config.json) tells.
-    Raises TextError where the text is too short, SourceError and UnsupportedError where the model has no embedding for
-    a token or a position.
+    Without `n_ctx` and a protocol's own length, windows are as long as the context in `config` (config.json). Raises
+    TextError for a text that is too short, SourceError and UnsupportedError for a token or position without embedding.
     """
     protocol = find_protocol(name)
     n_ctx = n_ctx or protocol.n_ctx or context_of(config or {})

@@ -17,8 +17,8 @@ from quantkit.contracts.windows import Cut
 from quantkit.report.records import Measurement
 from quantkit.report.statistics import mean_and_error
 
-# Negative log-likelihoods of the right token in nats, the divergence in nats, 1 where the most likely token is the
-# source's. Without a source all but the first are NaN.
+# Negative log-likelihoods of the right token in nats, the divergence in nats, 1 if the most likely token is the
+# source's. Without a source all except the first are NaN.
 RECORD = np.dtype([("nll", "<f8"), ("source_nll", "<f8"), ("divergence", "<f8"), ("agrees", "<f8")])
 MEANS = {"perplexity": "nll", "kld": "divergence", "same_top_p": "agrees"}
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
@@ -45,7 +45,7 @@ def score(
     source_total = torch.logsumexp(exact, 1)
     scores["source_nll"] = (source_total - exact.gather(1, right)[:, 0]).double().numpy()
     weights = torch.softmax(exact, 1)
-    # sum of p (ln p - ln q); what both logits have in common falls out before the sum.
+    # sum of p (ln p - ln q); a common shift of the logits cancels before the sum.
     shift = (source_total - total)[:, None]
     scores["divergence"] = weights.mul_((exact - ours).sub_(shift)).sum(1).double().numpy()
     scores["agrees"] = (ours.argmax(1) == exact.argmax(1)).double().numpy()
@@ -60,9 +60,9 @@ def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def figures_of(positions: Positions, cut: Cut, **details: float) -> list[Measurement]:
-    """Return all figures of the scored positions of a cut, in its order; `details` go to the perplexity's.
+    """Return all figures of the scored positions of a cut, in its order; `details` are added to the perplexity's.
 
-    Figures that are means over positions come with their sums over each window.
+    Means over positions have their sums over each window.
     """
     value, stderr = summarize(positions["nll"])
     every: dict[str, float | str] = {"mean_nll": float(positions["nll"].mean()), **details}
@@ -82,7 +82,7 @@ def figures_of(positions: Positions, cut: Cut, **details: float) -> list[Measure
 
 
 def divergence_of(positions: Positions) -> list[Measurement]:
-    """What moved away from the source, over all positions; nothing where the source was not there."""
+    """Return the figures of the divergence from the source; none if it was not measured."""
     if np.isnan(positions["divergence"]).any():
         return []
     count = len(positions)
@@ -119,8 +119,8 @@ def text_rates(
 ) -> list[Measurement]:
     """Word perplexity, byte perplexity and bits per byte of documents.
 
-    document (N,) is each position's document; words and nbytes (documents,) count what the text had before it was
-    changed. The standard error takes documents as independent (ratio estimate, linearized).
+    document (N,) is each position's document; words and nbytes (documents,) are counts of the original text. The
+    standard error takes documents as independent (ratio estimate, linearized).
     """
     sums = np.bincount(document, weights=positions["nll"], minlength=len(words))
 

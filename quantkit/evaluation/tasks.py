@@ -1,9 +1,8 @@
 """Task accuracy: lm-evaluation-harness runs its tasks on any model that an engine opens.
 
-https://github.com/EleutherAI/lm-evaluation-harness. In the child process the model is handed to the harness as one of
-its own kind, so each of its tasks works: continuations are scored (loglikelihood), texts (loglikelihood_rolling), and
-answers generated greedily (generate_until). Tokens and windows are those of the harness's transformers model. Sampling
-is not supported, since engines here generate greedily.
+https://github.com/EleutherAI/lm-evaluation-harness. The child process wraps the model as a model of the harness, so all
+tasks work: they score continuations (loglikelihood) and texts (loglikelihood_rolling), and generate answers greedily
+(generate_until). Tokens and windows are those of the harness's transformers model. Sampling is not supported.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadedModel
-from quantkit.contracts.model import Model
+from quantkit.contracts.model import Model, ModelLike
 from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
 from quantkit.errors import RecipeError, UnsupportedError, missing_package
@@ -26,9 +24,8 @@ from quantkit.evaluation.process import LoadRequest, TaskSpec, TasksRequest, run
 from quantkit.evaluation.scores import score
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of, note_beyond_context
-from quantkit.models.source import Source
 from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, ModelRef, Strict, spec_of
+from quantkit.recipe import EngineSpec, Strict, spec_of
 from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine
 from quantkit.system.device import device_label
 from quantkit.system.interpreter import inspect_interpreter
@@ -41,7 +38,7 @@ MAX_NEW_TOKENS = 256  # of an answer, if a task names no number
 
 
 class TaskReport(Strict):
-    """Accuracy on tasks: `results` by task and figure as the harness names them, with its own version."""
+    """Accuracy on tasks: `results` by task and figure, by the harness's names."""
 
     model: ModelEntry
     engine: EngineEntry
@@ -55,7 +52,7 @@ class TaskReport(Strict):
 
 
 def evaluate_tasks(
-    model: str | Path | ModelRef | Artifact | Source,
+    model: ModelLike,
     tasks: tuple[str, ...] | list[str],
     *,
     engine: str | EngineSpec | None = None,
@@ -64,9 +61,9 @@ def evaluate_tasks(
 ) -> TaskReport:
     """Run tasks of lm-evaluation-harness on an artifact or a source model, in a process of its own.
 
-    `settings` are fields of TaskSpec: `include` is a folder with task definitions besides the harness's own, whose
-    functions are run; `limit` is a number of samples of each task, `n_ctx` the longest text in tokens (default: the
-    model's context); `num_fewshot`, `chat_template`. Raises a QuantkitError.
+    `settings` are fields of TaskSpec: `include`, a folder with further task definitions, whose functions are run;
+    `limit`, samples of each task; `n_ctx`, the longest text in tokens (default: the model's context); `num_fewshot`,
+    `chat_template`. Raises a QuantkitError.
     """
     if (include := settings.get("include")) is not None:
         settings["include"] = str(path_of(include, RecipeError).absolute())
@@ -153,7 +150,7 @@ def _as_harness_model(loaded: LoadedModel, tokenizer: Any, max_length: int, prog
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class HarnessModel(TemplateLM):
-        """What the harness asks of a model, answered by one of our engines."""
+        """The harness's interface to a model, on one of our engines."""
 
         tokenizer_name = "quantkit"
 
@@ -213,13 +210,13 @@ def _as_harness_model(loaded: LoadedModel, tokenizer: Any, max_length: int, prog
 def _continuations(
     loaded: LoadedModel, pairs: list[tuple[list[int], list[int]]], max_length: int, progress: Progress
 ) -> list[tuple[float, bool]]:
-    """Log-probability of each continuation after its context, and whether it is the greedy one."""
+    """Return the log-probability of each continuation after its context, and whether it is the greedy one."""
     windows = []
     for context, continuation in pairs:
         whole = np.asarray([*context, *continuation][-(max_length + 1) :], dtype=np.int64)
         first = max(len(whole) - 1 - len(continuation), 0)
         windows.append(Window(whole[:-1], first, whole[first + 1 :]))
-    # Neighbours of one length are computed together; the longest first, so that too little memory shows at once.
+    # Neighbours of one length are computed together; the longest first, so that a lack of memory shows at once.
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
     scores: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
     pieces = loaded.pieces([windows[i] for i in order])
@@ -235,7 +232,7 @@ def _continuations(
 
 
 def _answer(loaded: LoadedModel, tokenizer: Any, ids: list[int], settings: dict[str, Any], max_length: int) -> str:
-    """The greedy continuation of `ids` up to the first of the texts in ``until``, or EOS."""
+    """Return the greedy continuation of `ids` up to the first of the texts in ``until``, or EOS."""
     if settings.get("do_sample") and float(settings.get("temperature") or 0) > 0:
         raise UnsupportedError("this task samples its answers, and engines here generate greedily")
     until = settings.get("until") or []

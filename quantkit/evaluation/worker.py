@@ -1,9 +1,8 @@
 """The child process that loads one model in one engine and measures it.
 
-A process for each model: its memory is the model's alone, its thread pools have the right size, and an engine that
-crashes takes nothing with it. An engine that cannot change its number of threads gets a process for each. Started or
-forked by process.py as `python -P -m quantkit.evaluation.worker REQUEST.json FD`; events go to the file descriptor FD,
-one JSON object a line.
+Each model has its own process: the memory is the model's alone, thread pools have the right size, and a crash of the
+engine takes nothing else down. process.py starts or forks it as `python -P -m quantkit.evaluation.worker REQUEST.json
+FD`; events go to the file descriptor FD, one JSON object a line.
 """
 
 from __future__ import annotations
@@ -12,22 +11,24 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.engine import LoadedModel, LoadSpec, StatesModel, ThreadedModel
 from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import load_cut
+from quantkit.contracts.windows import Cut, load_cut, longest_in
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation import baseline, tasks
 from quantkit.evaluation.probes import PROMPT_TOKENS, find_probe
-from quantkit.evaluation.process import BaselineRequest, MeasureRequest, Request, TasksRequest, read_request
+from quantkit.evaluation.process import BaselineRef, BaselineRequest, LoadRequest, MeasureRequest, Request, read_request
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.config import context_of
 from quantkit.progress import Progress
+from quantkit.recipe import ModelRef
 from quantkit.system.memory import peak_rss_bytes, restart_peak
 from quantkit.system.threads import end_with_parent
 from quantkit.untrusted import read_text, told
@@ -37,61 +38,75 @@ Send = Callable[[dict[str, Any]], None]
 
 def serve(request: Request, send: Send) -> None:
     """Load the model, do what is asked, and send every event: a kind and its content."""
-    load, engine = request.load, find_engine(request.load.engine.name)
-    # A source may be an artifact's folder, too.
-    as_source = isinstance(request, BaselineRequest) or load.model.adapters
-    model = Model(None, open_source(load.model)) if as_source else open_model(load.model)
-    if isinstance(request, TasksRequest):
-        n_ctx = tasks.longest(model, request.tasks)
-    else:
-        with told(f"the token windows in {request.windows} cannot be read", EngineError):
-            cut = load_cut(Path(request.windows))
-        n_ctx = max(len(window.ids) for window in cut.windows)
     if isinstance(request, MeasureRequest):
-        wanted = max((find_probe(name).n_ctx for name in request.probes), default=0)
-        n_ctx = max(n_ctx, PROMPT_TOKENS + request.spec.new_tokens, min(wanted, context_of(model.config)))
-    progress = Progress(lambda step: send({"step": asdict(step)}))
-    chosen, device = load.engine, engine.find_device(load.engine.device)
-    spec = LoadSpec(load.threads, n_ctx, chosen.dtype, device, chosen.walk, chosen.offload_bytes, progress)
-    loaded = engine.load(model, spec)
+        _measure(request, send)
+    elif isinstance(request, BaselineRequest):
+        source, cut = open_source(request.load.model), _read_cut(request.windows)
+        loaded, progress = _load(request.load, Model(None, source), longest_in(cut.windows), send)
+        if not isinstance(loaded, StatesModel):
+            raise EngineError(f"the engine {request.load.engine.name} gives no hidden states to make a baseline of")
+        with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
+            baseline.make(baseline.BaselineFiles(request.key), source, loaded, cut, advance)
+    else:
+        model = _open(request.load.model)
+        loaded, progress = _load(request.load, model, tasks.longest(model, request.tasks), send)
+        send({"tasks": tasks.run_tasks(loaded, model, request.tasks, progress)})
+
+
+def _measure(request: MeasureRequest, send: Send) -> None:
+    load, model, cut = request.load, _open(request.load.model), _read_cut(request.windows)
+    wanted = max((find_probe(name).n_ctx for name in request.probes), default=0)
+    n_ctx = max(longest_in(cut.windows), PROMPT_TOKENS + request.spec.new_tokens, min(wanted, context_of(model.config)))
+    loaded, progress = _load(load, model, n_ctx, send)
     loading_peak = peak_rss_bytes()
     restart_peak()
-    send({"loaded": {"dtype": loaded.dtype, "device": device, "notes": loaded.notes}})
-    if isinstance(request, TasksRequest):
-        send({"tasks": tasks.run_tasks(loaded, model, request.tasks, progress)})
-        return
-    if isinstance(request, BaselineRequest):
-        assert model.source is not None
-        with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
-            baseline.make(baseline.BaselineFiles(request.key), model.source, loaded, cut, advance)
-        return
-
-    def open_baseline() -> baseline.Baseline:
-        assert request.baseline is not None
-        return baseline.open_baseline(request.baseline.key, open_source(request.baseline.source))
-
-    job = ProbeJob(
-        loaded=loaded,
-        model=model,
-        spec=request.spec,
-        threads=load.threads,
-        cut=cut,
-        progress=progress,
-        baseline=None if request.baseline is None else open_baseline,
-        resume=None if request.resume is None else Path(request.resume),
-        save=None if request.save is None else Path(request.save),
-        n_ctx=n_ctx,
-        loading_peak=loading_peak,
-    )
     for threads in (load.threads, *request.further_threads):
         if threads != load.threads:
-            if engine.set_threads is None:
-                raise EngineError(f"the engine {engine.name} cannot change its number of threads")
-            engine.set_threads(loaded, threads)
+            if not isinstance(loaded, ThreadedModel):
+                raise EngineError(f"the engine {load.engine.name} cannot change its number of threads")
+            loaded.set_threads(threads)
+        job = ProbeJob(
+            loaded=loaded,
+            model=model,
+            spec=request.spec,
+            threads=threads,
+            cut=cut,
+            progress=progress,
+            baseline=None if request.baseline is None else partial(_open_baseline, request.baseline),
+            resume=Path(request.resume),
+            save=None if request.save is None else Path(request.save),
+            n_ctx=n_ctx,
+            loading_peak=loading_peak,
+        )
         for probe in map(find_probe, request.probes):
             if threads == load.threads or probe.per_threads:
-                for measurement in probe.run(replace(job, threads=threads)):
+                for measurement in probe.run(job):
                     send({"measurement": measurement.model_dump()})
+
+
+def _open(ref: ModelRef) -> Model:
+    # A model with adapters is a source, also where its folder is an artifact's.
+    return Model(None, open_source(ref)) if ref.adapters else open_model(ref)
+
+
+def _open_baseline(ref: BaselineRef) -> baseline.Baseline:
+    return baseline.open_baseline(ref.key, open_source(ref.source))
+
+
+def _read_cut(path: str) -> Cut:
+    with told(f"the token windows in {path} cannot be read", EngineError):
+        return load_cut(Path(path))
+
+
+def _load(request: LoadRequest, model: Model, n_ctx: int, send: Send) -> tuple[LoadedModel, Progress]:
+    """Load the model for contexts of `n_ctx` tokens; its progress and that of all work on it is sent."""
+    progress = Progress(lambda step: send({"step": asdict(step)}))
+    chosen, engine = request.engine, find_engine(request.engine.name)
+    device = engine.find_device(chosen.device)
+    spec = LoadSpec(request.threads, n_ctx, chosen.dtype, device, chosen.walk, chosen.offload_bytes, progress)
+    loaded = engine.load(model, spec)
+    send({"loaded": {"dtype": loaded.dtype, "device": device, "notes": loaded.notes}})
+    return loaded, progress
 
 
 def main() -> None:
@@ -111,7 +126,7 @@ def main() -> None:
             code = 1
         except KeyboardInterrupt:
             code = 130
-    # Everything is reported. An ordinary exit would take the engines' threads down, and some abort on the way.
+    # Everything is reported. An ordinary exit would end the engines' threads, and some of them abort then.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""A source with LoRA adapters: each tensor that they change is merged in float32 as it is read, one at a time.
+"""A source with LoRA adapters, which are merged in float32 into each tensor as it is read.
 
-The adapters are merged in their order, each into the values that the ones before it left, as PEFT's `merge_and_unload`
-does; the values equal PEFT's in float32 to the last bit. PEFT itself is not needed.
+Adapters are merged one after the other. The values equal those of PEFT's `merge_and_unload` in float32 to the last bit.
+PEFT itself is not needed.
 """
 
 from __future__ import annotations
@@ -44,25 +44,21 @@ OTHER_BASE = "Give the base model that the adapter was made for."
 
 
 class Change(NamedTuple):
-    """What an adapter does to one tensor: `apply` gives the values afterwards, in float32.
-
-    `puts`: they do not depend on the values before. `copies`: tensors of this size that are in memory meanwhile.
-    """
+    """An adapter's change of one tensor, in float32."""
 
     apply: Callable[[torch.Tensor], torch.Tensor]
-    puts: bool = False
-    copies: int = 3  # the values before and after, and the update
+    puts: bool = False  # the new values do not depend on the old ones
+    copies: int = 3  # of the tensor in memory: the values before and after, and the update
 
 
 class AdapterTargets:
-    """Which tensors of `base` the adapters change, and how; raises SourceError for one that has no place.
+    """The tensors of `base` that the adapters change, and how; raises SourceError for one that has no place.
 
     An adapter names modules of transformers' model; a checkpoint may have other names, transposed layers, or one tensor
-    for embedding and head. A tied head gets weights of its own where an adapter changes only one of the two: so the
-    model computes what it did with the adapter beside it.
+    for embedding and head. A tied head gets its own weights if an adapter changes only one of the two.
 
-    `tensors` and `config` are the base model's as they are afterwards, `changes` what is done to each tensor.
-    `copies`: tensors that the base model ties to another one, and the other's name.
+    `tensors` and `config` are those of the merged model, `changes` the changes of each tensor. `copies`: tensors that
+    the base model ties to another one, and the other's name.
     """
 
     def __init__(self, base: Source, adapters: Iterable[Adapter]) -> None:
@@ -98,7 +94,7 @@ class AdapterTargets:
             self._add(adapter, path, update)
 
     def _path(self, path: str) -> str:
-        """The path in the base model's class of the module that an adapter calls `path`, if the class has it."""
+        """Return the path in transformers' model of the module that an adapter calls `path`, if it is there."""
         path = path if self._base.text_prefixes is None else self._base.text_prefixes.alone(path)
         names = (path, self._prefix + path, path.removeprefix(self._prefix))
         return next((name for name in names if self._module(name) is not None), path)
@@ -124,7 +120,7 @@ class AdapterTargets:
         return stored
 
     def _untie(self, adapter: Adapter, updates: dict[str, LowRank], replaced: dict[str, TensorInfo]) -> None:
-        """Give the tied head weights of its own, unless the adapter changes neither end or both alike.
+        """Give the tied head its own weights, unless the adapter changes neither end, or both alike.
 
         Alike: the low-rank matrices of the one are the transposes of the other's.
         """
@@ -156,7 +152,7 @@ class AdapterTargets:
         path, _, leaf = name.rpartition(".")
         stored = self._place(adapter, path, leaf)
         shape = self.tensors[stored].shape
-        # A table of tokens may have other rows; at the end both ends must have as many.
+        # A table of tokens may have another number of rows; both ends must have the same in the end.
         if info.shape != shape and not (path in self._ends and leaf == "weight" and info.shape[1:] == shape[1:]):
             raise _wrong(adapter, name, f"has the shape {info.shape}, and {shape} in {self._base.model}")
         self._change(stored, info.shape, Change(lambda _: _read(adapter, info), puts=True))
@@ -238,7 +234,7 @@ class AdaptedSource(OverriddenSource):
 
     @cached_property
     def hashes(self) -> dict[str, str]:
-        """Of the base model's files, and of each adapter's under its number."""
+        """Those of the base model's files, and of each adapter's files under its number."""
         return self.base.hashes | {
             f"adapter {number}: {name}": digest
             for number, adapter in enumerate(self.adapters, 1)
@@ -246,7 +242,7 @@ class AdaptedSource(OverriddenSource):
         }
 
     def _rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows of a merged tensor; all its values stay in memory until another one is read."""
+        """Return rows of a merged tensor, which stays in memory until another one is read."""
         if self._latest is None or self._latest[0] != name:
             self._latest = None
             changes = self._changes[name]
@@ -259,7 +255,7 @@ class AdaptedSource(OverriddenSource):
         return self._latest[1][start:stop]
 
     def side_files(self) -> dict[str, Path]:
-        """The base model's side files; the tokenizer's files are the last adapter's that has its own."""
+        """Return the base model's side files, with the tokenizer's files of the last adapter that has some."""
         files = self.base.side_files()
         if (folder := self._tokenizer_folder) is None:
             return files
@@ -268,7 +264,7 @@ class AdaptedSource(OverriddenSource):
 
     @cached_property
     def _tokenizer_folder(self) -> Path | None:
-        """The folder of the last adapter with a tokenizer, unless its files equal the base model's."""
+        """The folder of the last adapter with a tokenizer, if its files differ from the base model's."""
         for adapter in reversed(self.adapters):
             if find_side_files(adapter.folder, VOCABULARIES):
                 refuse_side_files(adapter.folder)
@@ -278,7 +274,7 @@ class AdaptedSource(OverriddenSource):
         return None
 
     def copy_side_files(self, folder: Path) -> None:
-        """Copy the side files, or have the base model make its own."""
+        """Copy the side files; the base model may make its own."""
         self.base.copy_side_files(folder)
         if self._tokenizer_folder is not None:
             for path in find_side_files(folder, TOKENIZER_FILES).values():
@@ -286,7 +282,7 @@ class AdaptedSource(OverriddenSource):
             copy_files(self.side_files(), folder)
 
     def tokenizer(self) -> Any:
-        """The tokenizer of those files."""
+        """Return the tokenizer of the side files."""
         return self.base.tokenizer() if self._tokenizer_folder is None else self._own_tokenizer
 
     @cached_property

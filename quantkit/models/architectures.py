@@ -8,9 +8,9 @@ transformers' code raises for it becomes one line (`running`). Of a tested archi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.errors import QuantkitError, UnsupportedError, one_line, reason_of, shortage_of
@@ -78,106 +78,122 @@ def block_of(index: int, module: object) -> str:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What published checkpoints call an expert's matrices and, where they are other names than transformers' own, the
-    experts' block, its router, and the stacks of (gate and up, down) matrices.
-
-    `sent`: the stack is called with what each expert gets, all tokens for each of them, zeros where it gets none.
-    """
+    """Published names of an expert's matrices; the others are empty if transformers has the same."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    block: str = ""
-    router: tuple[str, str] = ("", "")
-    stacks: tuple[str, str] = ("", "")
-    sent: bool = False
+    block: str = ""  # that holds the experts
+    router: tuple[str, str] = ("", "")  # in transformers and published
+    stacks: tuple[str, str] = ("", "")  # of gate and up, and of down
+    sent: bool = False  # the stack is called with all tokens for each expert, zeros for those that it does not get
 
 
-# By model_type; every other one has the plain names.
-EXPERTS = {
-    "mixtral": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
-    "minimax": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
-    "minimax_m2": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
-    "phimoe": ExpertNames("w1", "w3", "w2", "block_sparse_moe", router=("router", "gate")),
+Names = Mapping[str, str]  # the published name by that in transformers
+
+
+@dataclass(frozen=True)
+class PublishedNames:
+    """How published checkpoints of a model type differ from transformers' modules; by names within a block."""
+
+    experts: ExpertNames = ExpertNames()
+    renamed: tuple[str, str] = ("", "")  # a part of the model, in transformers and published
+    moved: Names = field(default_factory=dict)  # modules or parameters
+    moved_beside: tuple[str, Names] | None = None  # further ones in blocks that have the part named first
+    written: Names = field(default_factory=dict)  # parts that transformers saves under another name than published
+    split: str = ""  # a convolution that is published as one for each of queries, keys and values
+    # Parts of names of linear layers that are not quantized: published quantized checkpoints leave them alone, or the
+    # classes of all other architectures with such a layer keep it in float32.
+    left_alone: tuple[str, ...] = ()
+
+
+_W123 = ExpertNames("w1", "w3", "w2")
+_SPARSE = ExpertNames("w1", "w3", "w2", "block_sparse_moe")
+_BIAS = "e_score_correction_bias"
+# By model_type; every other one has the names of transformers.
+PUBLISHED = {
+    "aria_text": PublishedNames(ExpertNames(stacks=("experts.fc1.weight", "experts.fc2.weight"))),
+    "axk1": PublishedNames(moved={"mlp.post_mlp_layernorm": "post_mlp_layernorm"}),
+    "axk2": PublishedNames(
+        moved={
+            "self_attn.q_gate_proj": "self_attn.q_b_proj",
+            "input_layernorm.mlp.fc1": "input_layernorm.W_down",
+            "input_layernorm.mlp.fc2": "input_layernorm.W_up",
+            "post_attention_layernorm.mlp.fc1": "post_attention_layernorm.W_down",
+            "post_attention_layernorm.mlp.fc2": "post_attention_layernorm.W_up",
+        },
+        left_alone=("W_down", "W_up"),  # gates of norms
+    ),
+    "bailing_hybrid": PublishedNames(
+        renamed=("model.embed_tokens", "model.word_embeddings"),
+        moved={
+            "self_attn.forget_gate.f_proj": "self_attn.f_proj",
+            "self_attn.forget_gate.dt_bias": "self_attn.dt_bias",
+            "self_attn.forget_gate.A_log": "self_attn.A_log",
+            "self_attn.o_proj": "self_attn.dense",
+            "self_attn": "attention",
+            f"mlp.gate.{_BIAS}": "mlp.gate.expert_bias",
+        },
+        split="self_attn.conv1d",
+    ),
+    "dots3_note_text": PublishedNames(left_alone=("indexer.weights_proj",)),
+    "ernie4_5_moe": PublishedNames(moved={"mlp.gate.moe_statics": "mlp.moe_statics"}),
+    "exaone_moe": PublishedNames(moved={f"mlp.gate.{_BIAS}": f"mlp.{_BIAS}"}),
+    "flint": PublishedNames(moved={"self_attn.sinks": "self_attn.softmax_offset"}),
+    "gpt_neox": PublishedNames(renamed=("lm_head", "embed_out")),
     **dict.fromkeys(
         ("granitemoe", "granitemoehybrid", "granitemoeshared"),
-        ExpertNames(
-            "w1", "w3", "w2", router=("router", "router.layer"), stacks=("input_linear.weight", "output_linear.weight")
+        PublishedNames(
+            replace(_W123, router=("router", "router.layer"), stacks=("input_linear.weight", "output_linear.weight"))
         ),
     ),
-    "aria_text": ExpertNames(stacks=("experts.fc1.weight", "experts.fc2.weight")),
-    "kimi_linear": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
-    "lfm2_moe": ExpertNames("w1", "w3", "w2"),
-    "llama4_text": ExpertNames(sent=True),
-}
-# By model_type: parts that published checkpoints call by another name than transformers does.
-RENAMED = {
-    "bailing_hybrid": ("model.embed_tokens", "model.word_embeddings"),
-    "gpt_neox": ("lm_head", "embed_out"),
-    "nemotron_h": ("model", "backbone"),
-}
-# By model_type: linear layers that are not quantized, by parts of their names: gates of norms, which published
-# quantized checkpoints leave alone, and what the classes of all other architectures with such a layer keep in float32.
-LEFT_ALONE = {"axk2": ("W_down", "W_up"), "dots3_note_text": ("indexer.weights_proj",)}
-# By model_type: convolutions of a block that published checkpoints have apart for queries, keys and values.
-SPLIT = {
-    "bailing_hybrid": "self_attn.conv1d",
-    "kimi_linear": "self_attn.conv1d",
-    "olmo_hybrid": "linear_attn.conv1d",
-}
-# By model_type: parts of a block (modules or parameters) that stand elsewhere in published checkpoints.
-_BIAS = "e_score_correction_bias"
-MOVED = {
-    "axk1": (("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
-    "ernie4_5_moe": (("mlp.gate.moe_statics", "mlp.moe_statics"),),
-    "exaone_moe": ((f"mlp.gate.{_BIAS}", f"mlp.{_BIAS}"),),
-    "flint": (("self_attn.sinks", "self_attn.softmax_offset"),),
-    "hy_v3": (
-        ("mlp.gate", "mlp.router.gate"),
-        (f"mlp.{_BIAS}", "mlp.expert_bias"),
-        ("mlp.shared_experts", "mlp.shared_mlp"),
+    "hy_v3": PublishedNames(
+        moved={
+            "mlp.gate": "mlp.router.gate",
+            f"mlp.{_BIAS}": "mlp.expert_bias",
+            "mlp.shared_experts": "mlp.shared_mlp",
+        }
     ),
-    "kolibri1": (
-        (f"mlp.gate.{_BIAS}", "moe.router.expert_bias"),
-        ("post_self_attn_layernorm", "post_attn_norm"),
-        ("post_mlp_layernorm", "post_ffn_norm"),
+    "kimi_linear": PublishedNames(
+        _SPARSE,
+        moved={
+            "self_attn.forget_gate.f_a_proj": "self_attn.f_a_proj",
+            "self_attn.forget_gate.f_b_proj": "self_attn.f_b_proj",
+            "self_attn.forget_gate.dt_bias": "self_attn.dt_bias",
+            "self_attn.forget_gate.A_log": "self_attn.A_log",
+            "mlp.shared_experts": "block_sparse_moe.shared_experts",  # they go there with their block
+        },
+        written={"mlp": "block_sparse_moe"},
+        split="self_attn.conv1d",
     ),
-    "laguna": ((f"mlp.gate.{_BIAS}", f"mlp.experts.{_BIAS}"), ("mlp.shared_experts", "mlp.shared_expert")),
-    "lfm3": (("self_attn.g_proj", "self_attn.gate_proj"),),
-    "axk2": (
-        ("self_attn.q_gate_proj", "self_attn.q_b_proj"),
-        *(
-            (f"{norm}.mlp.{own}", f"{norm}.{name}")
-            for norm in ("input_layernorm", "post_attention_layernorm")
-            for own, name in (("fc1", "W_down"), ("fc2", "W_up"))
+    "kolibri1": PublishedNames(
+        moved={
+            f"mlp.gate.{_BIAS}": "moe.router.expert_bias",
+            "post_self_attn_layernorm": "post_attn_norm",
+            "post_mlp_layernorm": "post_ffn_norm",
+        }
+    ),
+    "laguna": PublishedNames(
+        moved={f"mlp.gate.{_BIAS}": f"mlp.experts.{_BIAS}", "mlp.shared_experts": "mlp.shared_expert"}
+    ),
+    "lfm2_moe": PublishedNames(_W123),
+    "lfm3": PublishedNames(moved={"self_attn.g_proj": "self_attn.gate_proj"}),
+    "llama4_text": PublishedNames(ExpertNames(sent=True)),
+    "mimo_v2_flash": PublishedNames(moved={"self_attn.sinks": "self_attn.attention_sink_bias"}),
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), PublishedNames(_SPARSE)),
+    "nemotron_h": PublishedNames(renamed=("model", "backbone")),
+    "olmo_hybrid": PublishedNames(
+        moved_beside=(
+            "linear_attn",
+            {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"},
         ),
+        written={"post_attention_layernorm": "feedforward_layer_norm"},
+        split="linear_attn.conv1d",
     ),
-    "bailing_hybrid": (
-        ("self_attn.forget_gate.f_proj", "self_attn.f_proj"),
-        ("self_attn.forget_gate.dt_bias", "self_attn.dt_bias"),
-        ("self_attn.forget_gate.A_log", "self_attn.A_log"),
-        ("self_attn.o_proj", "self_attn.dense"),
-        ("self_attn", "attention"),
-        (f"mlp.gate.{_BIAS}", "mlp.gate.expert_bias"),
-    ),
-    "kimi_linear": (
-        ("self_attn.forget_gate.f_a_proj", "self_attn.f_a_proj"),
-        ("self_attn.forget_gate.f_b_proj", "self_attn.f_b_proj"),
-        ("self_attn.forget_gate.dt_bias", "self_attn.dt_bias"),
-        ("self_attn.forget_gate.A_log", "self_attn.A_log"),
-        ("mlp.shared_experts", "block_sparse_moe.shared_experts"),  # they go there with their block
-    ),
-    "mimo_v2_flash": (("self_attn.sinks", "self_attn.attention_sink_bias"),),
+    "phimoe": PublishedNames(replace(_SPARSE, router=("router", "gate"))),
 }
-# By model_type: parts of a block that stand elsewhere where the block has a part of that name.
-MOVED_BESIDE = {
-    "olmo_hybrid": (
-        "linear_attn",
-        (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm")),
-    ),
-}
-# By model_type: parts of a block that transformers writes under another name than published checkpoints have.
-WRITTEN = {
-    "kimi_linear": (("mlp", "block_sparse_moe"),),
-    "olmo_hybrid": (("post_attention_layernorm", "feedforward_layer_norm"),),
-}
+
+
+def published_names(kind: str) -> PublishedNames:
+    """Return what is known of a model type."""
+    return PUBLISHED.get(kind, PublishedNames())

@@ -1,21 +1,19 @@
-"""What AWQ scales, and how the inverse is folded away: known by model type, or found by running a block.
+"""What AWQ scales, and where the inverse is folded: known by model type, or found by running a block.
 
-A model's function does not change when the inputs of some linear layers are divided by a scale that their columns are
-multiplied with, as long as the layer before them (a norm or a linear layer) divides its output, and everything that
-reads this output is scaled along. For the architectures of `MAPPINGS` these layers are known. For all others they are
-found by what flows where: a norm and all that reads its output, a linear layer and those that ran before it in the same
-part of the block. A candidate counts where a block with random weights gives the same outputs after random scales were
-folded, also with weights so large that values would be cut off wherever a model cuts them. What the outputs do not
-depend on is left out.
+AWQ multiplies columns of linear layers by a scale. The model's function stays the same if the layer before them (a norm
+or a linear layer) divides its output, and all readers of this output are scaled. `MAPPINGS` has these layers of some
+architectures. For all others there are candidates: a norm and the readers of its output, a linear layer and those that
+ran before it in the same part of the block. A candidate counts if a block with random weights gives the same outputs
+after random scales were folded, also with weights so large that a model that clips values would clip them, and if the
+outputs depend on it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
+from dataclasses import dataclass, replace
+from itertools import count, islice, takewhile
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -23,7 +21,7 @@ import torch
 from torch import nn
 
 from quantkit.models.skeleton import Skeleton
-from quantkit.models.stand_in import StandIn, stand_ins
+from quantkit.models.stand_in import Seen, StandIn, stand_ins
 from quantkit.models.unfuse import EXPERT, Experts
 
 Fused = Literal["", "qkv", "qkv_by_group", "kv_by_head", "gate_up"]
@@ -35,20 +33,18 @@ OFFSETS = (0.0, 1.0)  # what norms add to their weights
 
 @dataclass(frozen=True)
 class Scaling:
-    """Input channels of `layers` can be scaled because `before` (a norm or a linear layer) can take the inverse.
+    """Input channels of `layers` can be scaled because `before` can take the inverse.
 
-    Names are those within a block; `*` stands for every expert. `follow`: layers that read the same output and are
-    not quantized, such as a router. `fused`: `before` computes more than what `layers` read, and only these rows take
-    the inverse: of a stacked `qkv` the last part, which are the values, also where each group of heads has its own q,
-    k, v (`qkv_by_group`) or each head its own k, v of other sizes (`kv_by_head`); of `gate_up` the second half.
-    `offset`: the norm multiplies by weight + offset.
+    Names are those within a block; `*` stands for every expert. `fused`: only the rows of `before` that `layers` read
+    take the inverse: the values of a stacked `qkv`, also if each group of heads has its q, k, v (`qkv_by_group`), or
+    each head its k, v (`kv_by_head`); the second half of `gate_up`.
     """
 
-    before: str
+    before: str  # a norm or a linear layer
     layers: tuple[str, ...]
-    follow: tuple[str, ...] = ()
+    follow: tuple[str, ...] = ()  # unquantized readers of the same output, such as a router
     fused: Fused = ""
-    offset: float = 0.0
+    offset: float = 0.0  # the norm multiplies by weight + offset
 
 
 _ATTENTION = (
@@ -63,7 +59,7 @@ _EXPERTS = (
     Scaling("post_attention_layernorm", ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"), ("mlp.gate",)),
     Scaling("mlp.experts.*.up_proj", ("mlp.experts.*.down_proj",)),
 )
-# By model type, in the order in which they are searched: only types whose settings change nothing of it.
+# By model type, in the order in which they are searched; no setting of these types changes them.
 MAPPINGS: dict[str, tuple[Scaling, ...]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "smollm3"), _ATTENTION + _MLP),
     "qwen3_moe": _ATTENTION + _EXPERTS + _MLP,  # some of its blocks may have no experts
@@ -86,7 +82,7 @@ MAPPINGS: dict[str, tuple[Scaling, ...]] = {
 
 
 def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
-    """The scalings that one stands for in a block whose weights have the names `stems`: one for each expert."""
+    """Yield a scaling for each expert that `*` stands for, in a block whose weights have the names `stems`."""
 
     def named(name: str) -> Iterator[str]:
         if "*" not in name:
@@ -102,9 +98,9 @@ def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
 
 
 def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tensor:
-    """Indices of the rows of the layer before (of `rows`) whose outputs become the `columns` inputs of the next.
+    """Return the indices of those of the `rows` of the layer before that become the `columns` inputs of the next.
 
-    They are fewer than `columns` where several of the `heads` query heads read one value head.
+    They are fewer than `columns` if several of the `heads` query heads read one value head.
     """
     if fused == "gate_up":
         return torch.arange(rows // 2, rows)
@@ -120,7 +116,7 @@ def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tens
 
 
 def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
-    """Whether a layer before with so many rows can be fused so; the arguments are those of `rows_before`."""
+    """Whether a layer before with this number of rows can be `fused`; the arguments are those of `rows_before`."""
     if fused == "gate_up" or rows == columns:
         return (rows == columns) == (fused == "") and rows in (columns, 2 * columns)
     size = columns // heads
@@ -136,7 +132,7 @@ def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
 
 
 def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, config: Any) -> tuple[int, int]:
-    """(query heads, key-value heads) whose channels must share scales; (1, 1) where every channel is free."""
+    """Return the (query heads, key-value heads) whose channels must share scales; (1, 1) if every channel is free."""
     before = values[f"{prefix}{scaling.before}.weight"]
     if before.ndim == 1:
         return 1, 1
@@ -149,7 +145,7 @@ def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, con
 
 
 def query_heads(config: Any) -> int:
-    """How many heads the attention of a configuration has; 1 where there is none, or not the same in every block."""
+    """Return the number of attention heads; 1 without attention, or if blocks differ."""
     if "num_attention_heads" in (getattr(config, "per_layer_attributes", None) or ()):
         return 1
     heads = getattr(config, "num_attention_heads", 1)
@@ -159,9 +155,9 @@ def query_heads(config: Any) -> int:
 def fold(
     scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, scale: torch.Tensor, heads: tuple[int, int]
 ) -> None:
-    """Scale the columns of the layers in `values` (float32, by full name) by `scale` (K,); divide what is before.
+    """Scale the columns of the layers in `values` (float32, by full name) by `scale` (K,); divide the layer before.
 
-    `heads` are those of `heads_of`; the scales of query heads that read one value head are equal.
+    `heads` are those of `heads_of`; query heads that read one value head have equal scales.
     """
     for name in scaling.layers + scaling.follow:
         values[f"{prefix}{name}.weight"] = values[f"{prefix}{name}.weight"] * scale
@@ -185,16 +181,16 @@ _found: WeakKeyDictionary[nn.Module, list[list[Scaling]]] = WeakKeyDictionary()
 
 
 def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[Scaling]]:
-    """The scalings of each block of the skeleton of `config`, in the order in which they are to be searched.
+    """Return the scalings of each block, in the order in which to search them.
 
-    A skeleton is tried out once. Raises UnsupportedError where its blocks cannot be tried out.
+    A skeleton is tried out once. Raises UnsupportedError if its blocks cannot be tried out.
     """
     if skeleton.model not in _found:
         blocks: list[list[Scaling]] = [[] for _ in skeleton.blocks]
         known = MAPPINGS.get(str(config.get("model_type")))
         kinds: Iterable[tuple[Iterable[int], Iterable[Scaling]]] = [(range(len(blocks)), known or ())]
         if known is None:
-            kinds = ((block.indices, _proven(block)) for block in stand_ins(skeleton, config))
+            kinds = ((block.indices, _tested_scalings(block)) for block in stand_ins(skeleton, config))
         for indices, scalings in kinds:
             for index in indices:
                 stems = {name.removesuffix(".weight") for name, _ in skeleton.blocks[index].named_parameters()}
@@ -204,7 +200,7 @@ def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[S
 
 
 def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, int, list[str]]:
-    """(linear layers of the skeleton, those whose inputs none of `scalings` scales, their names in a block)."""
+    """Return (linear layers of the skeleton, those that `scalings` do not scale, their names in a block)."""
     total, left = 0, []
     for index, block in enumerate(scalings):
         scaled = {layer for scaling in block for layer in scaling.layers}
@@ -215,55 +211,51 @@ def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, in
     return total, len(left), sorted(set(left))
 
 
-@dataclass
-class _Seen:
-    """What a run of a block showed: modules in the order in which they end, their first inputs, and their outputs."""
+class _Trial:
+    """Compares the outputs of a block, and the values that it shares, with those after a change of weights."""
 
-    order: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    def __init__(self, block: StandIn) -> None:
+        self._block = block
+        self._values: dict[str, torch.Tensor] = dict(block.module.named_parameters())
+        self._stems = {name.removesuffix(".weight") for name in self._values}
+        self._outputs = block.run(self._values)
+
+    def same_after(self, scalings: list[Scaling]) -> bool:
+        """Whether the outputs stay the same when random scales are folded."""
+        changed = dict(self._values)
+        for scaling in scalings:
+            for one in written_out(scaling, self._stems):
+                heads = heads_of(one, changed, "", self._block.settings)
+                fold(one, changed, "", _random_scale(changed[f"{one.layers[0]}.weight"].shape[1], heads), heads)
+        return self._same(changed)
+
+    def depends_on(self, scaling: Scaling) -> bool:
+        """Whether the outputs depend on the scaled layers: not on an indexer of fewer tokens than it may keep."""
+        changed = dict(self._values)
+        for one in written_out(scaling, self._stems):
+            for layer in one.layers:
+                weight = self._values[f"{layer}.weight"]
+                changed[f"{layer}.weight"] = weight * _random_scale(weight.shape[1], (1, 1))
+        return not self._same(changed)
+
+    def _same(self, values: dict[str, torch.Tensor]) -> bool:
+        """Whether the outputs with these weights are the same; not if any is NaN."""
+        pairs = zip(self._block.run(values), self._outputs, strict=True)
+        return all(bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()) for ours, theirs in pairs)
 
 
-def _proven(block: StandIn) -> list[Scaling]:
-    values: dict[str, torch.Tensor] = dict(block.module.named_parameters())
-    want = block.run(values)
-    seen = _watch(block, values)
-    proven = []
-    for choice in _candidates(block, seen):
-        proven += [one for one in choice if _same(block, values, [one], want) and _reach(block, values, one, want)][:1]
-    for name, value in values.items():
+def _tested_scalings(block: StandIn) -> list[Scaling]:
+    found: list[Scaling] = []
+    trial = _Trial(block)
+    for choice in _candidates(block, block.watch()):
+        found += islice((one for one in choice if trial.same_after([one]) and trial.depends_on(one)), 1)
+    for name, value in block.module.named_parameters():
         if name.rpartition(".")[0] in block.linears:
             value.data *= MAGNITUDE
-    want = block.run(values)
-    proven = [one for one in proven if _same(block, values, [one], want)]
+    trial = _Trial(block)
+    found = [one for one in found if trial.same_after([one])]
     # Together, as they will be folded.
-    return proven if _same(block, values, proven, want) else []
-
-
-def _same(block: StandIn, values: dict[str, torch.Tensor], scalings: list[Scaling], want: list[torch.Tensor]) -> bool:
-    """Whether the block's outputs, and what it shares, stay `want` when random scales are folded."""
-    changed: dict[str, torch.Tensor] = dict(values)
-    for scaling in scalings:
-        for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
-            heads = heads_of(one, changed, "", block.settings)
-            fold(one, changed, "", _random_scale(changed[f"{one.layers[0]}.weight"].shape[1], heads), heads)
-    return _gives(block, changed, want)
-
-
-def _reach(block: StandIn, values: dict[str, torch.Tensor], scaling: Scaling, want: list[torch.Tensor]) -> bool:
-    """Whether the block's outputs depend on the scaled layers: not on an indexer of fewer tokens than it may keep."""
-    changed: dict[str, torch.Tensor] = dict(values)
-    for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
-        for layer in one.layers:
-            weight = values[f"{layer}.weight"]
-            changed[f"{layer}.weight"] = weight * _random_scale(weight.shape[1], (1, 1))
-    return not _gives(block, changed, want)
-
-
-def _gives(block: StandIn, values: dict[str, torch.Tensor], want: list[torch.Tensor]) -> bool:
-    """Whether the block's outputs with these weights are `want`; not where any is NaN."""
-    pairs = zip(block.run(values), want, strict=True)
-    return all(bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()) for ours, theirs in pairs)
+    return found if trial.same_after(found) else []
 
 
 def _random_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
@@ -273,26 +265,8 @@ def _random_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
     return torch.pow(2.0, drawn).expand(shared, total // shared, -1).reshape(-1)
 
 
-def _watch(block: StandIn, values: dict[str, torch.Tensor]) -> _Seen:
-    seen = _Seen()
-
-    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if name not in seen.order:
-            seen.order[name] = len(seen.order)
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            seen.inputs |= {name: tensors[0]} if tensors else {}
-            seen.outputs |= {name: out} if isinstance(out, torch.Tensor) else {}
-
-    with ExitStack() as stack:
-        for name, module in block.module.named_modules():
-            hook: Any = lambda _module, args, kwargs, out, name=name: note(name, args, kwargs, out)  # noqa: E731
-            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-        block.run(values)
-    return seen
-
-
-def _candidates(block: StandIn, seen: _Seen) -> list[list[Scaling]]:
-    """Scalings to try, in the order in which they are searched; of each list the first that holds is taken."""
+def _candidates(block: StandIn, seen: Seen) -> list[list[Scaling]]:
+    """Return the scalings to try, in the order in which they are searched; the first valid one of each list counts."""
     choices: list[tuple[int, list[Scaling]]] = []
     fed: set[str] = set()
     for name, module in block.module.named_modules():
@@ -311,15 +285,15 @@ def _candidates(block: StandIn, seen: _Seen) -> list[list[Scaling]]:
     return [choice for _, choice in sorted(choices, key=lambda one: one[0])]
 
 
-def _readers(block: StandIn, seen: _Seen, norm: str, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The linear layers that read what a norm returns, those of experts first, and what else has a weight for it."""
+def _readers(block: StandIn, seen: Seen, norm: str, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the linear layers that read a norm's output, those of experts first, and other readers with a weight."""
     out, experts, layers, follow = seen.outputs[norm], [], [], []
     for name in seen.order:
         given, module = seen.inputs.get(name), block.module.get_submodule(name)
         if given is None or given.data_ptr() != out.data_ptr() or given.shape[-1] != width:
             continue
         weight = getattr(module, "weight", None)
-        for inside, part in module.named_modules(prefix=name):  # what experts get is perhaps scaled before
+        for inside, part in module.named_modules(prefix=name):  # inputs of experts may be scaled before
             if isinstance(part, Experts):
                 first = [f"{inside}.*.{matrix}" for matrix in part.first]
                 experts += [] if first[0] in experts else first
@@ -330,12 +304,12 @@ def _readers(block: StandIn, seen: _Seen, norm: str, width: int) -> tuple[tuple[
     return (*experts, *layers), tuple(follow)
 
 
-def _linears_before(block: StandIn, seen: _Seen, name: str) -> list[Scaling]:
-    """What may take the inverse of a layer's scale: linear layers beside it that ran before, the latest first."""
+def _linears_before(block: StandIn, seen: Seen, name: str) -> list[Scaling]:
+    """Return scalings whose inverse goes into a sibling linear layer that ran before, the latest first."""
     sizes = {layer: tuple(block.module.get_parameter(f"{layer}.weight").shape) for layer in block.linears}
     place = name.rpartition(".")[0]
-    beside = [other for other in block.linears if other.rpartition(".")[0] == place and other in seen.order]
-    earlier = sorted((other for other in beside if seen.order[other] < seen.order[name]), key=seen.order.__getitem__)
+    siblings = [other for other in block.linears if other.rpartition(".")[0] == place and other in seen.order]
+    earlier = sorted((one for one in siblings if seen.order[one] < seen.order[name]), key=seen.order.__getitem__)
     heads = query_heads(block.settings)
     return [
         Scaling(_starred(other), (_starred(name),), fused=fused)
@@ -346,6 +320,6 @@ def _linears_before(block: StandIn, seen: _Seen, name: str) -> list[Scaling]:
 
 
 def _starred(name: str) -> str:
-    """The name with every expert taken for one."""
+    """Replace an expert's number by `*`."""
     expert = EXPERT.match(name)
     return name if expert is None else f"{expert.group(1)}.*{name[expert.end() :]}"

@@ -24,7 +24,7 @@ from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import DEEPEST, depth_exceeds, read_object, shown, silenced, told, whole_number
 
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
-# Architectures that have a table with a row for each position: there is nothing beyond its end.
+# Architectures with a table of positions, which ends.
 TABLES = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt")
 ADD_ROWS = (
     "add the rows with transformers: model.resize_token_embeddings(max(tokenizer.get_vocab().values()) + 1); "
@@ -33,12 +33,12 @@ ADD_ROWS = (
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
 Range = tuple[Callable[[float], bool], str]
-# Limits that a config.json is held within before a model is built of it, far beyond every published model: transformers
-# believes what is written there, and a billion layers are an endless loop, a head size of zero a division by zero.
+# Limits of a config.json, far beyond every published model. transformers believes any value: a billion layers are an
+# endless loop, a head size of zero is a division by zero.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MOST_EXPERTS_OF_ALL = 100_000  # of all layers together
-# Whole numbers by their names in transformers' configurations: least and most.
+# Whole numbers: least and most.
 NUMBERS: Mapping[tuple[str, ...], tuple[int, int]] = {
     ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): (1, 1 << 20),
     ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"): (1, 1 << 24),
@@ -51,7 +51,7 @@ NUMBERS: Mapping[tuple[str, ...], tuple[int, int]] = {
 }
 ROPE = ("rope_parameters", "rope_scaling")
 INFINITE = ("time_step_limit",)  # settings that may hold infinity
-# Numbers, or lists of them, by endings of their names: what they are. `IN_ROPE` only inside the settings of RoPE.
+# Numbers, or lists of them, by endings of their names. `IN_ROPE`: inside the settings of RoPE.
 POSITIVE: Range = (lambda number: number > 0, "a number above 0")
 RANGES: Mapping[tuple[str, ...], Range] = {
     ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"): POSITIVE,
@@ -63,10 +63,7 @@ LARGEST_ID = 1 << 24  # of a token, either way: published models have -1, and id
 
 
 def leave_torch_out() -> None:
-    """Import transformers without torch, unless either is loaded: for settings and tokenizers, with 300 MB less memory.
-
-    Our own modules can import torch afterwards.
-    """
+    """Import transformers without torch, unless either is loaded; saves 300 MB. We can import torch afterwards."""
     if sys.modules.keys() & {"torch", "transformers"}:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # what Python takes for "cannot be imported"
@@ -77,7 +74,7 @@ def leave_torch_out() -> None:
 
 
 def torch_left_out() -> bool:
-    """Whether transformers came without torch, so that this process cannot build its models."""
+    """Whether transformers was imported without torch, so that this process cannot build its models."""
     if "transformers" not in sys.modules:
         return False
     from transformers.utils import is_torch_available
@@ -86,7 +83,7 @@ def torch_left_out() -> bool:
 
 
 def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None:
-    """Raise UnsupportedError for a config.json whose values no model can have; names the key and its value.
+    """Raise UnsupportedError for a config.json whose values no model can have.
 
     `tensors` is the number of the checkpoint's tensors: a decoder block has at least one.
     """
@@ -109,7 +106,7 @@ def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None
 
 
 def refuse_token_ids(config: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedError for a special token's id that no token can have: transformers' generate() fails at it."""
+    """Raise UnsupportedError for an impossible id of a special token: transformers' generate() fails at it."""
     for name, value in config.items():
         ids = value if isinstance(value, list) else [value]
         good = (number is None or (type(number) is int and abs(number) < LARGEST_ID) for number in ids)
@@ -131,7 +128,7 @@ def _refuse_ranges(config: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_numbers(config: Mapping[str, Any], where: str) -> None:
-    """Also names and mappings that are none."""
+    """Check whole numbers, names and mappings."""
     for names, (least, most) in NUMBERS.items():
         for name in names:
             if not isinstance(config.get(name), list):  # some architectures have one for each layer
@@ -157,7 +154,7 @@ def _is_number(value: object) -> bool:
 
 
 def _inside(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The value and every value in its lists and mappings, each with the path to it."""
+    """Yield the value and every value in its lists and mappings, each with its path."""
     yield where, value
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -169,9 +166,9 @@ def _inside(value: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 @importing()
 def open_config(config: dict[str, Any]) -> Any:
-    """The transformers configuration of a config.json's content; raises UnsupportedError.
+    """Return the transformers configuration of a config.json's content; raises UnsupportedError.
 
-    Code that the checkpoint brings (`auto_map`) is never run: the model type must be one of transformers' own.
+    Code of the checkpoint (`auto_map`) never runs: the model type must be one of transformers' own.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -192,12 +189,12 @@ def open_config(config: dict[str, Any]) -> Any:
 
 @importing()
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer that lies in `folder`; raises SourceError where there is none that encodes and decodes."""
+    """Load the tokenizer in `folder`; raises SourceError if none there encodes and decodes."""
     from transformers import AutoTokenizer
 
     refuse_large_files(folder)
     what = f"{folder} holds no tokenizer that transformers can load"
-    # transformers takes a damaged model of SentencePiece for one of tiktoken.
+    # transformers mistakes a damaged SentencePiece model for one of tiktoken.
     bare = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
     fix = "If its tokenizer.model should be a SentencePiece model, it is damaged: fetch it again." if bare else ""
     with _without_code(folder) as place, told(what, SourceError, fix), silenced():
@@ -216,7 +213,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 @contextmanager
 def _without_code(folder: Path) -> Iterator[Path]:
-    """`folder`; where its tokenizer names code of its own, a copy of its small files that does not, as in artifacts."""
+    """Yield `folder`, or a copy of its small files without the code that its tokenizer names."""
     settings = folder / TOKENIZER_SETTINGS
     if not settings.is_file() or "auto_map" not in read_object(settings, SourceError, "Fetch the file again."):
         yield folder
@@ -237,7 +234,7 @@ def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _refuse_template(template: Any, folder: Path) -> None:
-    """Raise SourceError for a chat template that no text can be, or that jinja cannot parse."""
+    """Raise SourceError for a chat template that is no text, or that jinja cannot parse."""
     from jinja2 import Environment, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -255,22 +252,21 @@ def _refuse_template(template: Any, folder: Path) -> None:
     for text in templates:
         if not isinstance(text, str):
             raise SourceError(f"the tokenizer in {folder} has the chat template {shown(text)}, which is no text")
-        with told(
-            f"the chat template of the tokenizer in {folder} cannot be read", SourceError, "Fix it, or remove it."
-        ):
+        what = f"the chat template of the tokenizer in {folder} cannot be read"
+        with told(what, SourceError, "Fix it, or remove it."):
             Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(text)  # parsed, never rendered
 
 
 def context_of(config: Mapping[str, Any]) -> int:
-    """The longest context of a config.json in tokens, found as lm-evaluation-harness finds it; 2048 if not stated."""
+    """Return the longest context in tokens, as lm-evaluation-harness finds it; 2048 if not stated."""
     context = _stated(config, CONTEXT[:3])
     return 2048 if context is None else context
 
 
 def note_beyond_context(config: Mapping[str, Any], length: int, what: str) -> str | None:
-    """A note where `what` of `length` tokens is longer than the context that config.json states, else None.
+    """Return a note if `what` of `length` tokens is longer than the stated context.
 
-    Raises UnsupportedError where the model has no positions beyond it.
+    Raises UnsupportedError if the model has no positions beyond it.
     """
     context = _stated(config, CONTEXT)
     if context is None or length <= context or config.get("alibi"):
@@ -283,7 +279,7 @@ def note_beyond_context(config: Mapping[str, Any], length: int, what: str) -> st
 
 
 def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> None:
-    """Raise SourceError where a token id has no row in the embedding that config.json states."""
+    """Raise SourceError for a token id without a row in the embedding."""
     rows = vocabulary_of(config)
     if rows is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise SourceError(
@@ -293,7 +289,7 @@ def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> 
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding that config.json states, if it does."""
+    """Return the stated number of rows of the embedding."""
     return _stated(config, ("vocab_size",))
 
 
@@ -304,19 +300,15 @@ def _stated(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class Beside:
-    """What of each token goes from block to block beside a hidden state: so many values.
+    """What goes from block to block for each token."""
 
-    `states` hidden states side by side (most have one), values `of_text` that blocks are called with, and what some
-    blocks `shared` with later ones.
-    """
-
-    states: int = 1
-    of_text: int = 0
-    shared: int = 0
+    states: int = 1  # hidden states
+    of_text: int = 0  # values that blocks are called with
+    shared: int = 0  # values that blocks share with later ones
 
 
 def beside_states(settings: Any) -> Beside:
-    """By what the configuration of transformers says of AltUp, inputs of each block, and shared keys and values."""
+    """Read them from the settings of AltUp, of inputs of each block, and of shared keys and values."""
 
     def number(name: str) -> int:
         return int(getattr(settings, name, 0) or 0)

@@ -1,9 +1,8 @@
 """From a causal language model's hidden states to logits, by the model's own code, some positions at a time.
 
 States enter behind the decoder blocks, or right before the output layer: behind the last norm, where they fit into
-float16. What a model does from there on (a norm, a bias, a soft cap, a scale) is its own code: what lies before is
-replaced by a module that hands the given states over. Positions do not depend on each other there, so each goes as a
-sequence of its own.
+float16. The model's own code (a norm, a bias, a soft cap, a scale) runs from there on: a module that returns the given
+states replaces everything before. Positions are independent there, so each is a sequence of its own.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from quantkit.numerics.matmul import product
 if TYPE_CHECKING:
     from quantkit.models.source import Source
 
-SLAB_ELEMENTS = 1 << 23  # of the output layer's weight that are in float32 at a time
+SLAB_ELEMENTS = 1 << 23  # of the source's output layer that are in float32 at a time
+NARROW_ELEMENTS = 1 << 21  # of the model's own output layer that are converted at a time
 HEAD = "its output layer"
-NARROW_ELEMENTS = 1 << 21  # the same, of one that computes in the model's dtype
 
 
 class _Outputs(tuple[torch.Tensor]):
-    """What a decoder returns: its last hidden states, and None for all else that architectures ask for."""
+    """A decoder's output: its last hidden states, and None for all other attributes."""
 
     @property
     def last_hidden_state(self) -> torch.Tensor:
@@ -39,15 +38,15 @@ class _Outputs(tuple[torch.Tensor]):
         return None
 
 
-class _Entry(StandsFor):
-    """Stands for blocks, or for everything before the output layer: returns `out`, whatever it is called with."""
+class _StateInput(StandsFor):
+    """Stands for blocks, or for everything before the output layer: returns `out` for any arguments."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__(block)
         self.out: torch.Tensor | tuple[torch.Tensor] = torch.empty(0)
 
     @property
-    def decoder(self) -> _Entry:
+    def decoder(self) -> _StateInput:
         """Some architectures call the decoder inside their base model."""
         return self
 
@@ -55,16 +54,16 @@ class _Entry(StandsFor):
         return self.out
 
 
-class _NoRows(nn.Module):
-    """Stands for an embedding before the blocks, which need nothing of it: zeros for each number."""
+class _ZeroEmbedding(nn.Module):
+    """Stands for an embedding whose output is not needed: returns zeros."""
 
-    def __init__(self, width: int, entry: _Entry) -> None:
+    def __init__(self, width: int, entry: _StateInput) -> None:
         super().__init__()
         self.width, self.entry = width, entry
 
     @property
     def weight(self) -> torch.Tensor:
-        """What enters, which has the device and the dtype."""
+        """The states that enter, which have the device and the dtype."""
         out = self.entry.out
         return out[0] if isinstance(out, tuple) else out
 
@@ -73,38 +72,37 @@ class _NoRows(nn.Module):
 
 
 class OutputHead:
-    """The output side of `model`, a causal language model of transformers, which stays as it is.
+    """The output side of `model`, a causal language model of transformers, which stays unchanged.
 
-    States enter right before the output layer or, where `blocks_path` is the dotted name of the list of decoder
-    blocks, behind these. The model then needs no weights of its blocks and embeddings. The outputs of `layer`, with its
-    weight (V, D), are the logits, or become them.
+    States enter right before the output layer `layer` (V, D) or, with the dotted name `blocks_path` of the list of
+    decoder blocks, behind the blocks. The model then needs no weights of its blocks and embeddings.
     """
 
     def __init__(self, model: Any, blocks_path: str = "") -> None:
         self.layer = model.get_output_embeddings()
-        self._entry, self._behind_blocks = _Entry(), bool(blocks_path)
+        self._entry, self._behind_blocks = _StateInput(), bool(blocks_path)
         if blocks_path:
             blocks = list(model.get_submodule(blocks_path))
-            self._entry = _Entry(blocks[-1])
+            self._entry = _StateInput(blocks[-1])
             self._model = _replaced(model, blocks_path, nn.ModuleList([self._entry] * len(blocks)))
             for name, table in tables(model).items():
-                self._model = _replaced(self._model, name, _NoRows(table.embedding_dim, self._entry))
+                self._model = _replaced(self._model, name, _ZeroEmbedding(table.embedding_dim, self._entry))
         else:
             decoder = _decoder(model)
-            # Some heads ask it for a factor of theirs.
+            # Some heads read a factor from it.
             plain = {key: value for key, value in vars(model.get_submodule(decoder)).items() if type(value) is float}
             self._entry.__dict__.update(plain)
             self._model = _replaced(model, decoder, self._entry)
         of_layer = {id(parameter) for parameter in self.layer.parameters()}
-        # Of a part of a head before the output layer; what comes out of it does not count, see `logits`.
+        # Of parts of a head before the output layer; their output does not count, see `logits`.
         others = [parameter for parameter in self._model.parameters() if id(parameter) not in of_layer]
         self._without_weights = bool(others) and all(parameter.is_meta for parameter in others)
         self._width = int(getattr(model.config.get_text_config(), "hidden_size", 0))
 
     def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
-        """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple` says that its blocks return tuples.
+        """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple`: its blocks return tuples.
 
-        Where a token has several of them side by side behind the blocks, `states` are (states, n, D).
+        If a token has several states behind the blocks, `states` are (states, n, D).
         """
         each = states.unsqueeze(-2)
         count = states.shape[-2]
@@ -115,32 +113,31 @@ class OutputHead:
             with running(self._model.config, HEAD):
                 logits = self._model(input_ids=ids, use_cache=False).logits
             return logits[:, 0]
-        # Some heads make them narrower or wider before the output layer.
+        # Some heads change their width before the output layer.
         wide = each if each.shape[-1] == self._width else each.new_zeros(count, 1, self._width)
         self._entry.out = _Outputs((wide.to("meta") if self._without_weights else wide,))
-        # Some heads do something to the states before the output layer; that has been done to these.
+        # The head's parts before the output layer have been applied to these states.
         given = self.layer.register_forward_pre_hook(lambda _layer, _args: (each,))
         with given, running(self._model.config, HEAD):
             logits = self._model(inputs_embeds=states.new_zeros(count, 1, 0), use_cache=False).logits
         return logits[:, 0]
 
     def last_states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The last block's (B, T, D), or several of them side by side -> (B, T, D) right before the layer, which is not
-        run and needs no weight."""
+        """The last block's (B, T, D), or several -> (B, T, D) before the output layer, which needs no weight."""
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         self._entry.out = (hidden,) if isinstance(outputs, tuple) else hidden
         return last_states(self._model, torch.zeros(hidden.shape[-3:-1], dtype=torch.int64, device=hidden.device))
 
 
 def _decoder(model: Any) -> str:
-    """The name of what stands before the output layer; some models say another than they have."""
+    """Return the name of the module before the output layer; the prefix of some models is wrong."""
     prefix = str(model.base_model_prefix)
     children = [name for name, child in model.named_children() if child is not model.get_output_embeddings()]
     return prefix if prefix in children else children[0]
 
 
 def load_head(source: Source, skeleton: Skeleton, device: torch.device, dtype: torch.dtype) -> OutputHead:
-    """What stands behind the blocks, with its weights; the skeleton stays without."""
+    """Load the modules behind the blocks; the skeleton stays without weights."""
     model = copy.deepcopy(skeleton.model)
     head = OutputHead(model, skeleton.blocks_path)
     # Of the embeddings only what the output layer shares with one is needed.
@@ -157,28 +154,28 @@ def load_head(source: Source, skeleton: Skeleton, device: torch.device, dtype: t
 
 
 def load_output_layer(source: Source, skeleton: Skeleton) -> OutputHead:
-    """The output layer alone, with its weights, which computes in float32; the skeleton stays without."""
+    """Load the output layer alone, which computes in float32; the skeleton stays without weights."""
     model = copy.deepcopy(skeleton.model)
     layer = model.get_output_embeddings()
+    weight = load(source, skeleton, weight_name(model, layer))
     bias = None if layer.bias is None else load(source, skeleton, weight_name(model, layer, "bias"))
-    model.set_output_embeddings(Float32Output(load(source, skeleton, weight_name(model, layer)), bias))
+    model.set_output_embeddings(StoredOutput(weight, bias, torch.float32, SLAB_ELEMENTS))
     return OutputHead(model)
 
 
 def _replaced(model: Any, path: str, module: nn.Module) -> Any:
-    """A copy of a model that has another module at a dotted path and shares the rest with it."""
+    """Copy a model with another module at a dotted path; the rest is shared."""
     name, _, rest = path.partition(".")
     changed, own = copy.copy(model), model._modules[name]
     other = _replaced(own, rest, module) if rest else module
     changed._modules = model._modules | {name: other}
-    # Code may find the part by a former name, too (architectures/renaming.py).
+    # Code may also find the part by a former name (unfuse.py).
     vars(changed).update({key: other for key, value in vars(model).items() if value is own})
     return changed
 
 
 def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> torch.Tensor:
-    """(B, T) ids, or what the model takes by another `name` -> (B, T, D): the input of the output layer, which is not
-    run."""
+    """(B, T) ids, or another input by its `name` -> (B, T, D): the input of the output layer, which does not run."""
     seen: list[torch.Tensor] = []
 
     def take(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -191,40 +188,32 @@ def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> to
     return seen[0]
 
 
-class Float32Output(nn.Module):
-    """An output layer that computes in float32 from a weight (V, D) of any float dtype, some rows at a time."""
+class StoredOutput(nn.Module):
+    """An output layer (V, D) with its weight as stored, of which `slab` elements are converted at a time.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    It computes in `dtype`, or in the dtype of its inputs.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype | None = None,
+        slab: int = NARROW_ELEMENTS,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> (..., V) float32."""
-        logits, start = torch.empty(*states.shape[:-1], len(self.weight), dtype=torch.float32), 0
-        flat = states.float().reshape(-1, states.shape[-1])
-        for part in self.weight.split(max(1, SLAB_ELEMENTS // self.weight.shape[1])):
-            logits.view(-1, len(self.weight))[:, start : start + len(part)] = flat @ part.float().T
-            start += len(part)
-        return logits if self.bias is None else logits.add_(self.bias)
-
-
-class NarrowOutput(nn.Module):
-    """An output layer (V, D) whose weight is stored in a narrower dtype than it computes in, that of its inputs."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.dtype, self.rows = dtype, max(1, slab // weight.shape[1])
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., V)."""
-        if self.weight.dtype == states.dtype:
-            return product(states, self.weight, self.bias)
-        logits, start = states.new_empty(*states.shape[:-1], len(self.weight)), 0
-        for part in self.weight.split(max(1, NARROW_ELEMENTS // self.weight.shape[1])):
-            stop = start + len(part)
-            shift = None if self.bias is None else self.bias[start:stop]
-            logits[..., start:stop] = product(states, part.to(states.dtype), shift)
-            start = stop
+        x = states.to(self.dtype)
+        if self.dtype is None and self.weight.dtype == x.dtype:
+            return product(x, self.weight, self.bias)
+        logits = x.new_empty(*x.shape[:-1], len(self.weight))
+        for start in range(0, len(self.weight), self.rows):
+            part = slice(start, start + self.rows)
+            bias = None if self.bias is None else self.bias[part]
+            logits[..., part] = product(x, self.weight[part].to(x.dtype), bias)
         return logits

@@ -1,4 +1,4 @@
-"""A source over another: other settings, tensors computed from the other's, names left out or passed through."""
+"""A source over another: other settings, computed tensors, names left out or passed through."""
 
 from __future__ import annotations
 
@@ -24,21 +24,18 @@ Multipliers = NDArray[np.float32]  # one, or one for each row
 
 @dataclass(frozen=True)
 class Override:
-    """A tensor in place of the base's, or a further one: `read(start, stop)` computes its rows in the dtype of `info`.
-
-    `memory` is the most bytes that this takes besides the rows that are returned.
-    """
+    """A replaced or further tensor."""
 
     info: TensorInfo
-    read: Callable[[int, int], NDArray[Any]]
-    memory: int = 0
+    read: Callable[[int, int], NDArray[Any]]  # (start, stop) -> these rows, in the dtype of `info`
+    memory: int = 0  # most bytes that this takes besides the returned rows
 
 
 class OverriddenSource(Source):
-    """`base` with the tensors `overrides` and the settings `config` instead of its own, and without those `dropped`.
+    """`base` with the tensors `overrides` and the settings `config` in place of its own, without those `dropped`.
 
-    `passthrough` replaces the base's; `notes` are added to the base's. Where tensors are overridden, no file holds the
-    values: the `format` is that of floats, and no program finds the model in the folder.
+    `passthrough` replaces the base's, `notes` are added. If tensors are overridden, no file holds the values: the
+    `format` is "float".
     """
 
     def __init__(
@@ -123,7 +120,7 @@ class OverriddenSource(Source):
 
 
 def padded(base: Source, name: str, count: int) -> Override:
-    """A tensor with `count` rows: those behind its own are copies of its first row."""
+    """Lengthen a tensor to `count` rows with copies of its first row."""
     info = base.info(name)
 
     def read(start: int, stop: int) -> NDArray[np.uint8]:
@@ -137,10 +134,9 @@ def padded(base: Source, name: str, count: int) -> Override:
 def multiplied(
     base: Source, factors: Mapping[str, Multipliers], config: Mapping[str, Any], copies: Mapping[str, str]
 ) -> OverriddenSource:
-    """`base` with its tensors times `factors`, by name, in float32, and the settings `config`: for engines that know no
-    such factors. The model computes the same.
+    """Multiply the tensors of `base` by `factors` in float32, and set `config`, for engines without such factors.
 
-    `copies` are tensors that the base has under another name: a head that was tied to an embedding with another factor.
+    `copies` are tensors that the base has under another name: a head tied to an embedding that has another factor.
     """
     overrides = {}
     for name in dict.fromkeys((*factors, *copies)):
@@ -166,7 +162,7 @@ def _multiplied_rows(base: Source, name: str, factors: Multipliers, start: int, 
 
 
 def rows_times(source: Source, name: str, given: Any) -> Multipliers:
-    """Factors of a tensor: a number, or (rows, number) pairs one after the other; raises UnsupportedError."""
+    """Return a tensor's factors, `given` as a number or as (rows, number) pairs; raises UnsupportedError."""
     pairs = given if isinstance(given, list) else [(1, given)]
     for _, number in pairs:
         if not isinstance(number, int | float) or not math.isfinite(number) or not number:

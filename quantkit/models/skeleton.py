@@ -1,8 +1,7 @@
-"""The Skeleton: the transformers model of a checkpoint with no weights in memory, and where its parts are.
+"""The Skeleton: the transformers model of a checkpoint without weights.
 
-transformers knows every architecture's modules; quantkit fills them with weights as it needs them. Where a weight
-can be quantized the blocks hold `nn.Linear` (unfuse.py), so a parameter may be a part of a tensor of the checkpoint or
-its transpose: `load` gives its value.
+quantkit fills its modules with weights as it needs them. Every weight to quantize is in an `nn.Linear` (unfuse.py), so
+a parameter may be a part of a tensor of the checkpoint, or its transpose: `load` returns its value.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
 from quantkit.untrusted import shown, told
 
-LONG_CONTEXT = 1 << 14  # tokens; a square table of as many positions is looked at before it is made
+LONG_CONTEXT = 1 << 14  # tokens; beyond, the size of buffers is checked before they are made
 MOST_BUFFER_BYTES = 1 << 30
 
 
@@ -37,7 +36,7 @@ MOST_BUFFER_BYTES = 1 << 30
 class Skeleton:
     """`model` on the meta device (buffers real), `blocks_path` the dotted name of its list of decoder blocks.
 
-    `origins` holds, by name, the parameters that are not simply the checkpoint's tensor of that name.
+    `origins` are those of parameters that are not the checkpoint's tensor of the same name.
     """
 
     model: Any
@@ -53,7 +52,7 @@ class Skeleton:
         return f"{self.blocks_path}.{index}."
 
     def linears_of(self, index: int) -> dict[str, nn.Linear]:
-        """The linear layers of block `index` that are to be quantized, by weight name."""
+        """The linear layers of block `index` to quantize, by weight name."""
         block = self.blocks[index]
         states = getattr(self.model.config.get_text_config(), "altup_num_inputs", 0)
         plain = too_small(block, states) | left_alone(self.model, block)
@@ -72,7 +71,7 @@ class Skeleton:
         ]
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) features of the linear layers of all blocks that are to be quantized, by weight name."""
+        """(out, in) features of all linear layers to quantize, by weight name."""
         layers = [layer for index in range(len(self.blocks)) for layer in self.linears_of(index).items()]
         return {name: (layer.out_features, layer.in_features) for name, layer in layers}
 
@@ -82,13 +81,11 @@ class Skeleton:
 
 
 @importing()
-def open_skeleton(
-    config: dict[str, Any], attention: str | None = None, native: bool = False, settings: Any = None
-) -> Skeleton:
-    """Build the model of `config` without weights; raises UnsupportedError for what is no causal decoder.
+def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = None) -> Skeleton:
+    """Build the model of `config` without weights; raises UnsupportedError if it is no causal decoder.
 
-    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (unfuse.py).
-    `settings` is the configuration of transformers for `config`, where it was made before.
+    `native` leaves every module as transformers has it. `settings` is the configuration of transformers for `config`,
+    if it was made before.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -97,6 +94,7 @@ def open_skeleton(
     settings = open_config(config) if settings is None else settings
     classes = config.get("architectures") or []
     causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in classes)
+    model_type = str(config.get("model_type", ""))
     kind = shown(config.get("model_type"))
     if getattr(settings, "is_decoder", True) is False and not causal:
         raise UnsupportedError(
@@ -107,7 +105,7 @@ def open_skeleton(
     def build(include_buffers: bool) -> Any:
         # Weights on no device would be drawn, too, which takes longer than all else.
         with init_empty_weights(include_buffers=include_buffers), no_init_weights():
-            return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)
+            return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
 
     with told(f"the architecture {kind} is no causal language model that transformers can build", UnsupportedError):
         if context_of(config) > LONG_CONTEXT:
@@ -121,9 +119,9 @@ def open_skeleton(
             if native:
                 return Skeleton(model, name)
             with running(settings, f"{type(model).__name__}, whose blocks are taken apart"):
-                origins = hold_linears(model, name, str(config.get("model_type", "")))
+                origins = hold_linears(model, name, model_type)
                 use_products(model)
-            return Skeleton(model, renamed(str(config.get("model_type", "")), name), origins)
+            return Skeleton(model, renamed(model_type, name), origins)
     raise UnsupportedError(f"no list of {count} decoder blocks was found in {type(model).__name__}")
 
 
@@ -137,7 +135,7 @@ def _refuse_buffers(model: Any, config: dict[str, Any]) -> None:
 
 
 def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | None, Origin | None]:
-    """The checkpoint's name of a parameter, and where to cut it out, None where it is that tensor as it is."""
+    """Return the checkpoint's name of a parameter, and its origin; None if the parameter is that tensor."""
     prefix = f"{skeleton.model.base_model_prefix}."
 
     def stored(name: str) -> str | None:  # some checkpoints leave the base model's prefix out
@@ -150,10 +148,11 @@ def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | No
     return own or stored(origin.name) or (stored(origin.also) if origin.also else None), origin
 
 
-def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
-    """The checkpoint's name of a parameter, or of the stack that it is cut out of; raises UnsupportedError."""
-    if (stored := _place(source, skeleton, parameter)[0]) is not None:
-        return stored
+def _found(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str, Origin | None]:
+    """What `_place` returns; raises UnsupportedError if the checkpoint lacks the parameter."""
+    stored, origin = _place(source, skeleton, parameter)
+    if stored is not None:
+        return stored, origin
     kind = type(skeleton.model).__name__
     if parameter == weight_name(skeleton.model, skeleton.model.get_output_embeddings()):
         raise UnsupportedError(
@@ -169,23 +168,29 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
     )
 
 
+def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
+    """Return the checkpoint's name of a parameter, or of its stack; raises UnsupportedError."""
+    return _found(source, skeleton, parameter)[0]
+
+
 def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
-    """The value of a parameter, in the skeleton's shape and the checkpoint's dtype; raises UnsupportedError."""
-    stored, origin = source_name(source, skeleton, parameter), _place(source, skeleton, parameter)[1]
+    """Return the value of a parameter, in the skeleton's shape and the checkpoint's dtype."""
+    stored, origin = _found(source, skeleton, parameter)
     if origin is None:
         return source.tensor(stored)
     return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
 
 
 def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
-    """The rows of what `load` gives."""
-    if _place(source, skeleton, parameter)[1] is None:
-        return source.in_rows(source_name(source, skeleton, parameter))
+    """Return the rows of what `load` returns."""
+    stored, origin = _found(source, skeleton, parameter)
+    if origin is None:
+        return source.in_rows(stored)
     return rows_in_memory(load(source, skeleton, parameter))
 
 
 def stack_of(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
-    """transformers' name of the stack of experts that the checkpoint has a parameter in; None where it has it alone."""
+    """Return transformers' name of the stack of experts that holds a parameter in the checkpoint, if one does."""
     origin = _place(source, skeleton, parameter)[1]
     return origin.name if origin is not None and origin.expert is not None else None
 
@@ -205,7 +210,7 @@ def load_block(
     dtype: torch.dtype,
     instead: Callable[[str], torch.Tensor | None] = lambda _name: None,
 ) -> Iterator[nn.Module]:
-    """Block `index` with its weights, which it loses at the end; `instead(full name)` may give other values."""
+    """Yield block `index` with its weights, which are removed at the end; `instead(full name)` may replace some."""
     module, prefix = skeleton.blocks[index], skeleton.block_prefix(index)
     names = list(dict(module.named_parameters()))
 
@@ -222,8 +227,8 @@ def load_block(
             set_parameter(module, name, torch.empty_like(module.get_parameter(name), device="meta"))
 
 
-class _Stored:
-    """A tensor of a source that is read when transformers takes all of it; one at a time for all threads."""
+class _LazyTensor:
+    """A tensor of a source that is read when transformers asks for it, one at a time for all threads."""
 
     def __init__(self, source: Source, name: str, lock: Lock) -> None:
         self._read, self._lock = lambda: source.tensor(name), lock
@@ -234,16 +239,16 @@ class _Stored:
 
 
 def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
-    """transformers' own model with the source's values, and its report; `how` goes to `from_pretrained`."""
+    """Return transformers' own model of the source, and its report; `how` goes to `from_pretrained`."""
     lock = Lock()
-    tensors = {name: _Stored(source, name, lock) for name in source.tensors}
-    settings = copy.deepcopy(source.settings)  # what is built of them changes their dtype
+    tensors = {name: _LazyTensor(source, name, lock) for name in source.tensors}
+    settings = copy.deepcopy(source.settings)  # building a model changes their dtype
     kind: Any = type(open_skeleton(source.config, native=True, settings=settings).model)
     return kind.from_pretrained(None, config=settings, state_dict=tensors, output_loading_info=True, **how)
 
 
 def tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """The embeddings that are called with numbers of rows alone, such as tokens, by name."""
+    """Return the embeddings that are called with indices alone, such as that of tokens, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -252,15 +257,15 @@ def tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
-    """Full name of a layer's parameter; of a head's weight that is tied to the embedding, the embedding's."""
+    """Return the full name of a layer's parameter; for a tied head, that of the embedding's."""
     own = getattr(layer, parameter)
     return next(name for name, value in model.named_parameters() if value is own)
 
 
 def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
-    """Raise UnsupportedError for a parameter that the checkpoint lacks, or stores in another shape or not as floats."""
+    """Raise UnsupportedError for a parameter that the checkpoint lacks, or has in another shape or not as floats."""
     for name, parameter in skeleton.model.named_parameters():
-        stored, origin = source_name(source, skeleton, name), _place(source, skeleton, name)[1]
+        stored, origin = _found(source, skeleton, name)
         info, expected = source.tensors[stored], origin.shape if origin else tuple(parameter.shape)
         if info.dtype not in FLOATS:
             raise UnsupportedError(
@@ -275,7 +280,7 @@ def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
 
 
 def stacks(skeleton: Skeleton) -> list[str]:
-    """Parameters of the blocks that hold several matrices and were not taken apart; convolutions are not among them."""
+    """Return the blocks' parameters, except convolutions, that still hold several matrices."""
     return [
         f"{skeleton.blocks_path}.{path}.{name}"
         for path, module in skeleton.blocks.named_modules()
@@ -288,7 +293,7 @@ def stacks(skeleton: Skeleton) -> list[str]:
 
 
 def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[int, int]]:
-    """The skeleton's linear layers; raises UnsupportedError where its blocks have none."""
+    """Return the skeleton's linear layers; raises UnsupportedError if there are none."""
     linears = skeleton.linears()
     if not linears:
         raise UnsupportedError(
@@ -305,10 +310,10 @@ def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[i
 def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str], list[str]]:
     """Sort the tensors that the model does not use: (redundant ones, those of unused layers, those outside the model).
 
-    Copies of tied weights and stored buffers, such as masks, are redundant. A layer is unused where transformers knows
-    that its block does not have it, and other blocks do: keys and values of blocks that take those of others. Raises
-    UnsupportedError for decoder blocks beyond those that config.json counts, unless transformers ignores them;
-    SourceError for a copy of a tied weight that differs from it.
+    Copies of tied weights and stored buffers, such as masks, are redundant. Unused are layers that transformers ignores
+    in one block and has in others: keys and values of blocks that use those of other blocks. Raises UnsupportedError
+    for decoder blocks beyond config.json's count, unless transformers ignores them, and SourceError for a differing
+    copy of a tied weight.
     """
     model = skeleton.model
     stored = {name: source_name(source, skeleton, name) for name in skeleton.parameter_names()}
@@ -324,22 +329,20 @@ def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str],
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     block = re.compile(rf"{re.escape(skeleton.blocks_path.removeprefix(prefix))}\.(\d+)\.")
     layers = {name for one in skeleton.blocks for name, _ in one.named_parameters()}
-    useless, beside = [], []
+    useless, outside = [], []
     for name in unused:
         found = block.match(plain[name])
         known = any(pattern.search(name) for pattern in ignored)
+        beyond = found is not None and int(found[1]) >= len(skeleton.blocks)
         if plain[name] in tied:
             refuse_other_values(source, name, stored[tied[plain[name]]])
-        elif known and found and int(found[1]) < len(skeleton.blocks) and plain[name][found.end() :] in layers:
+        elif known and found and not beyond and plain[name][found.end() :] in layers:
             useless.append(name)
-        elif known or found is None:
-            if plain[name] not in buffers:
-                beside.append(name)
-        elif int(found[1]) >= len(skeleton.blocks):
+        elif beyond and not known:
             raise UnsupportedError(
                 f"{source.model}: config.json counts {len(skeleton.blocks)} decoder blocks, and the checkpoint has the "
                 f"tensor {name} of a further one. Give the config.json that belongs to these weights."
             )
         elif plain[name] not in buffers:
-            beside.append(name)
-    return sorted(set(unused) - set(beside) - set(useless)), useless, beside
+            outside.append(name)
+    return sorted(set(unused) - set(outside) - set(useless)), useless, outside

@@ -1,4 +1,4 @@
-"""A source: a read-only model whose tensors are read when they are asked for, whatever files hold them."""
+"""A source: a read-only model whose tensors are read lazily, from any kind of files."""
 
 from __future__ import annotations
 
@@ -33,39 +33,30 @@ EMBEDDINGS = (
 
 
 class Source(ABC):
-    """What is the same for every kind of files.
-
-    `model` is what the user calls it, `folder` where its files are, `format` the name of their format, `config` is
-    config.json as a dict, `tensors` what is known of each tensor without reading it.
-
-    Of a multimodal checkpoint `config` and `tensors` are those of its text half alone (text_half.py), whose published
-    names begin with `text_prefixes`, and `whole_config` is the config.json of the whole. `passthrough` are tensors
-    outside the model that artifacts hold as they are: the names that they are read by, under their published names;
-    `others` is what is known of each of them, by the name that it is read by.
-    """
+    """A model's files, read-only. Each kind of files has a subclass."""
 
     folder: Path
-    model: str
+    model: str  # the user's name for it
     revision: str | None = None
-    config: dict[str, Any]
+    config: dict[str, Any]  # config.json; of a multimodal checkpoint that of the text half (text_half.py)
     whole_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     text_prefixes: TextPrefixes | None = None
-    passthrough: Mapping[str, str] = MappingProxyType({})
-    others: Mapping[str, TensorInfo] = MappingProxyType({})
-    adapters: tuple[Adapter, ...] = ()  # which are merged into its values, in their order
-    proven_finite = False  # whether every tensor was read and holds no NaN or infinity
+    passthrough: Mapping[str, str] = MappingProxyType({})  # tensors outside the model: published names to own names
+    others: Mapping[str, TensorInfo] = MappingProxyType({})  # the same tensors by own name
+    adapters: tuple[Adapter, ...] = ()  # merged into the values, in this order
+    proven_finite = False  # every tensor was read and holds no NaN or infinity
     format = "float"
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The model's name, without a place."""
+        """The model's name without its folder."""
 
     @property
     @abstractmethod
     def weight_files(self) -> list[str]:
-        """Names of the files that hold weights."""
+        """Names of the weight files."""
 
     @property
     @abstractmethod
@@ -90,34 +81,34 @@ class Source(ABC):
 
     @property
     def origin(self) -> Source:
-        """The source whose files hold the values as they are."""
+        """The source whose files hold these values."""
         return self
 
     @property
     def own_files(self) -> bool:
-        """Whether a program that opens its folder, or its one file, finds this very model there."""
+        """Whether another program that opens the folder, or the one file, finds this very model."""
         return True
 
     @property
     def quantization(self) -> str | None:
-        """How the values were quantized before, in a few words; None where they were not."""
+        """How the stored values are quantized, in a few words; None if they are not."""
         return None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the source."""
+        """Notes for the user."""
         return ()
 
     def is_dequantized(self, _name: str) -> bool:
-        """Whether the values of a tensor, by the name that it is read by, are not stored but computed from codes."""
+        """Whether the values of a tensor are computed from codes."""
         return False
 
     def reading_bytes(self, _name: str) -> int:
-        """Most bytes of memory that reading a tensor takes besides the rows that are returned."""
+        """Most bytes of memory that reading a tensor takes besides the returned rows."""
         return 0
 
     def published(self, name: str) -> str:
-        """What a checkpoint of this model calls a tensor, or a part of a quantized one."""
+        """The published name of a tensor, or of a part of a quantized one."""
         return name if self.text_prefixes is None else self.text_prefixes.published(name)
 
     @property
@@ -141,14 +132,14 @@ class Source(ABC):
         return {name: sha256_of(self.folder / name) for name in self.hashed_files}
 
     def info(self, name: str) -> TensorInfo:
-        """What is known of a tensor; raises SourceError for an unknown name."""
+        """The type, shape and place of a tensor; raises SourceError for an unknown name."""
         info = self.tensors.get(name) or self.others.get(name)
         if info is None:
             raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
         return info
 
     def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows `start:stop` of a tensor of floats, all of a scalar, as numpy has them (checkpoints/rows.py)."""
+        """Rows `start:stop` of a tensor of floats, as stored (checkpoints/rows.py)."""
         info = self.info(name)
         if info.dtype not in FLOATS:
             raise SourceError(f"{self.model}: the tensor {name} is stored as {info.dtype}, not as floats")
@@ -160,7 +151,7 @@ class Source(ABC):
         return to_float32(self.stored(name, start, stop), self.info(name).dtype)
 
     def in_rows(self, name: str) -> Rows:
-        """A tensor of floats whose rows are read when they are asked for."""
+        """A tensor of floats whose rows are read lazily."""
         return Rows(self.info(name).shape, partial(self.floats, name))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:

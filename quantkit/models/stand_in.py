@@ -1,8 +1,7 @@
-"""Decoder blocks with random weights, and what they are called with: to try out what a block's code computes.
+"""Decoder blocks with random weights and the arguments that they are called with, to try out a block's code.
 
-The blocks are those of a skeleton, whole, with their classes and settings. Where they are large, the skeleton is one of
-the same config.json with narrower inner layers and fewer experts. Blocks whose code and settings are alike have one
-stand-in.
+The blocks are whole blocks of a skeleton. Large ones are replaced by blocks of the same config.json with narrower inner
+layers and fewer experts. Blocks with the same code and settings share one stand-in.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from quantkit.models.unfuse import EXPERT
 from quantkit.untrusted import told
 
 TOKENS = 16
-LARGE_BLOCK = 1 << 25  # parameters; beyond, inner layers and experts of the stand-in are fewer
+LARGE_BLOCK = 1 << 25  # parameters; beyond, the stand-in is narrower
 INNER, LEAST_EXPERTS = 256, 4
 INNER_SIZES = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
-PERIOD = 1_000_003  # of the random numbers; a prime, so that no two rows of a weight are alike
-STEP = 64  # norms are multiples of one part in so many: a power of two scales them without a rounding error
+PERIOD = 1_000_003  # of the random numbers; a prime, so that no two rows of a weight are equal
+STEP = 64  # norms are multiples of 1 / STEP: a power of two scales them without a rounding error
 DIFFERING = ("layer_idx", "layer_id", "layer_number", "training")  # attributes in which equal blocks differ
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StopForward(Signal):
-    """Ends a forward pass early: what it was for has been seen."""
+    """Ends a forward pass early."""
 
 
 class StandsFor(nn.Module):
-    """Stands for `block`: gives a model that asks it for an attribute the block's."""
+    """Stands for `block` and has its attributes."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class StandsFor(nn.Module):
 
 
 class _Passed(tuple[Any, ...]):
-    """Hidden states in a tuple that is also asked like them: models know whether their blocks return a tuple."""
+    """Hidden states in a tuple that also acts as a tensor: models take either from their blocks."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)[index] if isinstance(index, tuple) else super().__getitem__(index)
@@ -64,15 +63,15 @@ class _Passed(tuple[Any, ...]):
 
 
 class _Second:
-    """What a block returns beside the hidden states: most models drop it, and none is given to the next block."""
+    """A second value that a block returns, which must not reach the next block; most models drop it."""
 
 
 class Recorder(StandsFor):
-    """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
+    """Stands for a block: records its arguments and passes the hidden states through, plus `shift`.
 
-    They are passed on in a tuple: some models take the first of what a block returns, some two, some all of it. Raises
-    UnsupportedError where the second is what the next block is called with, or the hidden states are no argument by
-    place. The last block ends the forward pass. With a `shift` other hidden states are passed on.
+    They are passed on in a tuple: some models take the first of a block's values, some two, some all of them. Raises
+    UnsupportedError if the next block is called with the second one, or the hidden states are no positional argument.
+    The last block ends the forward pass.
     """
 
     def __init__(self, block: nn.Module, last: bool) -> None:
@@ -98,7 +97,7 @@ class Recorder(StandsFor):
 
 
 def is_shelf(value: object) -> bool:
-    """Whether an argument of a block is the empty mapping into which some blocks put what others take."""
+    """Whether an argument is the empty mapping in which some blocks put values for later ones."""
     return isinstance(value, MutableMapping) and not value
 
 
@@ -106,17 +105,16 @@ def is_shelf(value: object) -> bool:
 def tables_by_rows(
     base: nn.Module, read: Callable[[str, list[int]], torch.Tensor], likely: Iterable[int] = ()
 ) -> Iterator[set[str]]:
-    """Let embeddings of `base` hold only rows that they are asked for; gives the names of those parameters.
+    """Let the `tables` of `base` hold only the rows that they are asked for; yields the names of their parameters.
 
-    These are the embeddings that are called with numbers of rows alone, and `read(name, rows)` gives (rows, width) of
-    one by its parameter's name in `base`. `likely` rows are read with the first ones.
+    `read(name, rows)` returns (rows, width) of a parameter of `base`. `likely` rows are read with the first ones.
     """
     found = tables(base)
     whole = {name: module.get_parameter("weight") for name, module in found.items()}
     first = torch.tensor(sorted(set(likely)), dtype=torch.int64)
     with ExitStack() as stack:
         for name, module in found.items():
-            module.padding_idx = None  # a row that is perhaps not there; it only matters to gradients
+            module.padding_idx = None  # its row may be missing; it only matters to gradients
             hook = _Rows(partial(read, f"{name}.weight"), first[first < module.num_embeddings])
             stack.enter_context(module.register_forward_pre_hook(hook))
             set_parameter(module, "weight", torch.empty(0, module.embedding_dim))
@@ -128,7 +126,7 @@ def tables_by_rows(
 
 
 class _Rows:
-    """A forward pre-hook of an embedding: reads rows, and turns their numbers into places among those it has."""
+    """A forward pre-hook of an embedding: reads the rows asked for, and maps their indices to the rows it has."""
 
     def __init__(self, read: Callable[[list[int]], torch.Tensor], likely: torch.Tensor) -> None:
         self._read, self._likely = read, likely
@@ -143,28 +141,41 @@ class _Rows:
 
 
 @dataclass
+class Seen:
+    """What a run of a block showed: modules in the order in which they end, their first inputs, and their outputs."""
+
+    order: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record the first call of a module."""
+        if name not in self.order:
+            self.order[name] = len(self.order)
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            self.inputs |= {name: tensors[0]} if tensors else {}
+            self.outputs |= {name: out} if isinstance(out, torch.Tensor) else {}
+
+
+@dataclass
 class StandIn:
-    """A block with random weights in float32, its arguments, and hidden states (1, T, D) that go into it.
+    """A block with random weights in float32, its arguments, and hidden states (1, T, D)."""
 
-    `indices` are the blocks of the skeleton that it stands for, `linears` the names of its linear layers. `shared` is
-    what earlier blocks put into the mapping that all share.
-    """
-
-    indices: list[int]
+    indices: list[int]  # of the blocks that it stands for
     module: nn.Module
     arguments: Arguments
     hidden: torch.Tensor
-    linears: tuple[str, ...]
+    linears: tuple[str, ...]  # names of its linear layers
     settings: Any
-    shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # by earlier blocks
 
     def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs of the block with other values of its parameters: (1, T, D), and what it shares."""
+        """Return the block's outputs with these parameters: (1, T, D), and the values that it shares."""
         out, made = self.outputs(values)
         return [out, *(part for parts in made.values() for part in parts)]
 
     def outputs(self, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[Any, tuple[torch.Tensor, ...]]]:
-        """The hidden states, and by its key what the block shares."""
+        """Return the hidden states, and the values that the block shares, by key."""
         shelf = dict(self.shared)
         args = tuple(shelf if is_shelf(value) else value for value in self.arguments[0])
         kwargs = {key: shelf if is_shelf(value) else value for key, value in self.arguments[1].items()}
@@ -174,9 +185,19 @@ class StandIn:
         made = {key: value for key, value in shelf.items() if value is not self.shared.get(key)}
         return out[0] if isinstance(out, tuple) else out, made
 
+    def watch(self) -> Seen:
+        """Run the block and return what its modules were called with and gave."""
+        seen = Seen()
+        with ExitStack() as stack:
+            for name, module in self.module.named_modules():
+                hook: Any = lambda _module, *called, name=name: seen.note(name, *called)  # noqa: E731
+                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            self.run(dict(self.module.named_parameters()))
+        return seen
+
 
 def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
-    """One for each kind of block of the skeleton of `config`; raises UnsupportedError where blocks cannot be tried."""
+    """Yield one for each kind of block of the skeleton; raises UnsupportedError if blocks cannot be tried out."""
     largest = max(sum(value.numel() for value in block.parameters()) for block in skeleton.blocks)
     tried = skeleton
     if largest > LARGE_BLOCK:
@@ -190,7 +211,7 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
     with told(what, UnsupportedError):
         arguments, hidden = _arguments(tried)
     shared: dict[Any, tuple[torch.Tensor, ...]] = {}
-    for indices in kinds.values():  # in the order of their first blocks, so that what those share is there
+    for indices in kinds.values():  # in the order of their first blocks, whose shared values are there then
         first = indices[0]
         module = copy.deepcopy(tried.blocks[first])
         fill(module)
@@ -205,38 +226,21 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
 
 
 def layers_of_one_input(skeleton: Skeleton, config: dict[str, Any]) -> list[list[str]]:
-    """The weights of the skeleton's linear layers; those that get the same input in a block stand together.
+    """Group the weights of the skeleton's linear layers by what layers of a block get as the same input.
 
-    So do all of a block's experts. Found by running a block of each kind. Raises UnsupportedError as `stand_ins` does.
+    All experts of a block are one group. Found by running a block of each kind. Raises UnsupportedError as `stand_ins`
+    does.
     """
-    inputs: dict[int, dict[str, int]] = {}
-    for block in stand_ins(skeleton, config):
-        inputs |= dict.fromkeys(block.indices, _inputs(block))
     units: dict[tuple[int, object], list[str]] = {}
-    for index, seen in inputs.items():
-        for name in skeleton.linears_of(index):
-            inside = name.removeprefix(skeleton.block_prefix(index)).removesuffix(".weight")
-            expert = EXPERT.match(name)
-            key = expert.group(1) if expert else seen.get(inside, inside)
-            units.setdefault((index, key), []).append(name)
+    for block in stand_ins(skeleton, config):
+        inputs = block.watch().inputs
+        for index in block.indices:
+            for name in skeleton.linears_of(index):
+                inside = name.removeprefix(skeleton.block_prefix(index)).removesuffix(".weight")
+                expert = EXPERT.match(name)
+                key = expert.group(1) if expert else id(inputs[inside]) if inside in inputs else inside
+                units.setdefault((index, key), []).append(name)
     return [units[key] for key in sorted(units, key=lambda key: key[0])]
-
-
-def _inputs(block: StandIn) -> dict[str, int]:
-    """A number for the input of each linear layer that runs, by name in the block: the same for the same tensor."""
-    seen: list[torch.Tensor] = []
-    numbers: dict[str, int] = {}
-
-    def note(name: str, x: torch.Tensor) -> None:
-        seen.append(x)
-        numbers.setdefault(name, next(number for number, other in enumerate(seen) if other is x))
-
-    with ExitStack() as stack:
-        for name in block.linears:
-            hook: Any = lambda _module, args, name=name: note(name, args[0])  # noqa: E731
-            stack.enter_context(block.module.get_submodule(name).register_forward_pre_hook(hook))
-        block.run(dict(block.module.named_parameters()))
-    return numbers
 
 
 def narrowed(config: dict[str, Any]) -> dict[str, Any]:
@@ -252,10 +256,10 @@ def narrowed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill(module: nn.Module) -> None:
-    """Give every parameter random values: those of norms around one, in steps that are scaled without a loss."""
+    """Give every parameter random values; those of norms are multiples of 1 / STEP around one."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(PERIOD, generator=generator)
-    numbers = torch.cat([numbers, numbers])  # so that a start anywhere has a whole period after it
+    numbers = torch.cat([numbers, numbers])  # a whole period after any start
     for name, parameter in list(module.named_parameters()):
         count = parameter.numel()
         start = int(torch.randint(PERIOD, (1,), generator=generator))
@@ -269,7 +273,7 @@ def fill(module: nn.Module) -> None:
 
 
 def _arguments(skeleton: Skeleton) -> tuple[list[Arguments], torch.Tensor]:
-    """What each block is called with beside random hidden states, which are returned, too."""
+    """Return the arguments of each block, and random hidden states."""
     base = copy.deepcopy(skeleton.model.base_model)
     path = skeleton.blocks_path.removeprefix(f"{skeleton.model.base_model_prefix}.")
     last = len(skeleton.blocks) - 1
@@ -293,7 +297,7 @@ def _arguments(skeleton: Skeleton) -> tuple[list[Arguments], torch.Tensor]:
 
 
 def _kind(block: nn.Module) -> str:
-    """What decides what a block computes, but for its weights: classes, shapes, settings."""
+    """Describe all that decides a block's function except its weights: classes, shapes, settings."""
     lines = [repr(block), str([(name, tuple(value.shape)) for name, value in block.named_parameters()])]
     for name, module in block.named_modules():
         plain = sorted(
@@ -306,5 +310,5 @@ def _kind(block: nn.Module) -> str:
 
 
 def _parts(skeleton: Skeleton) -> list[set[str]]:
-    """Names of each block's parameters, experts taken for one."""
+    """Return the names of each block's parameters without the numbers of experts."""
     return [{re.sub(r"\.\d+\.", ".", name) for name, _ in block.named_parameters()} for block in skeleton.blocks]

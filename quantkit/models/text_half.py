@@ -1,9 +1,8 @@
-"""The text half of a multimodal checkpoint: which tensors are its own, and what config.json says of it alone.
+"""The text half of a multimodal checkpoint: its tensors and its config.json.
 
-A config.json with a `text_config` is one of a model with towers for images or sound around a causal language model.
-That model is quantized, calibrated and evaluated as if it were alone, under the names that it would have then; all
-other tensors are copied as they are, and an artifact has the names and the config.json of the whole. Where published
-checkpoints have the text half: transformers/conversion_mapping.py and the models' own files.
+A config.json with a `text_config` belongs to a causal language model with towers for images or sound. quantkit
+quantizes and evaluates the language model as if it were alone, and copies all other tensors. An artifact has the names
+and the config.json of the whole. Published names: transformers/conversion_mapping.py and the models' own files.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ STATED = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embedd
 
 @dataclass(frozen=True)
 class TextPrefixes:
-    """What the published names of the text half's decoder and output layer begin with."""
+    """The beginnings of the published names of the text half's decoder and output layer."""
 
     base: str
     head: str
@@ -67,7 +66,7 @@ class TextPrefixes:
 
 
 def _replaced(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """The name with the first of the prefixes that it has, or is without its dot, replaced by another one."""
+    """Replace the first prefix that the name begins with, or equals without its dot."""
     for old, new in prefixes:
         if name.startswith(old) or name == old[:-1]:
             return f"{new}{name[len(old) :]}".rstrip(".")
@@ -80,7 +79,7 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 
 
 def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A multimodal model's config.json with other settings of its text half; the whole is tied where that is."""
+    """Change settings of the text half in a multimodal model's config.json; `tie_word_embeddings` also in the whole."""
     tied = {key: value for key, value in changes.items() if key == "tie_word_embeddings"}
     if isinstance(inner := config.get(TEXT), dict):
         return {**config, TEXT: {**inner, **changes}, **tied}
@@ -102,7 +101,7 @@ def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefix
 
 
 def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a multimodal model's config.json says of its text half, in the words of the causal model that this is."""
+    """Return what a multimodal model's config.json states of its text half, as a causal model's config.json."""
     own: dict[str, Any] = {key: config[key] for key in INHERITED if key in config}
     if isinstance(inner := config.get(TEXT), dict):
         own |= inner
@@ -120,10 +119,10 @@ def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable[str]) -> dict[str, Any]:
-    """The config.json that the text half would have alone, given the whole's and its published tensors.
+    """Return the config.json of the text half alone, given the whole's and the published names of its tensors.
 
-    The tensors tell whether the output layer is the embedding; settings whose defaults differ between the text half
-    alone and the whole are written out. Raises UnsupportedError.
+    The output layer is tied if it has no tensor. Settings whose defaults differ between the text half alone and the
+    whole are written out. Raises UnsupportedError.
     """
     own = stated_of(config)
     own["tie_word_embeddings"] = not any(name.startswith(prefixes.head) for name in names)
@@ -138,11 +137,11 @@ def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable
     return inside | own | {name: value for name, value in whole.items() if name in unstated and alone[name] != value}
 
 
-def roots(kept: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """The modules that hold the tensors `kept` and none of `names`, all published names: the outermost, in order."""
+def roots(outside: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Return the outermost modules that hold tensors of `outside` and none of `names`, all published names, sorted."""
     others = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
     found = set()
-    for name in kept:
+    for name in outside:
         parts = name.split(".")
         outer = (".".join(parts[:count]) for count in range(1, len(parts)))
         if (root := next((path for path in outer if path not in others), None)) is not None:

@@ -1,10 +1,9 @@
-"""Makes the decoder blocks of a transformers model hold nothing but `nn.Linear` where a weight can be quantized.
+"""Rebuild the decoder blocks of a transformers model so that every weight to quantize is in an `nn.Linear`.
 
-Conv1D layers (GPT-2) become linear layers; stacked experts (mixtures of experts, whose weights transformers keeps as
-3-D parameters, transformers/integrations/moe.py) become a list of experts with a linear layer for each matrix; stored
-buffers become parameters. The maths stays the same, and the modules get the names that published checkpoints and
-engines give their tensors (architectures.py), while transformers' code still finds them. `Origin` says where in a
-checkpoint the value of such a parameter is.
+Conv1D layers (GPT-2) become linear layers, stacked experts (3-D parameters, transformers/integrations/moe.py) a list of
+experts with a linear layer for each matrix, stored buffers parameters. The maths stays the same. Modules get the names
+of published checkpoints (architectures.py), and transformers' code still finds them under its own. `Origin` says where
+in a checkpoint the value of such a parameter is.
 """
 
 from __future__ import annotations
@@ -17,41 +16,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.models.architectures import (
-    EXPERTS,
-    LEFT_ALONE,
-    MOVED,
-    MOVED_BESIDE,
-    RENAMED,
-    SPLIT,
-    WRITTEN,
-    ExpertNames,
-)
+from quantkit.models.architectures import ExpertNames, published_names
 
-# Linear layers whose weights the code around them reads itself, past the layer: with codes in them nothing runs.
+# Linear layers whose weights other code reads directly: it cannot run with codes in them.
 READ_OUTSIDE = ("dt_proj",)
 EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the value of a parameter is when it is not simply the tensor of its own name.
-
-    `name` and `shape` are the checkpoint's tensor, `also` another name that it may have; `transposed`: it is (in, out);
-    `expert` and its `rows` (first, end, step) cut one matrix or bias out of a stack (experts, out, in); `rows` alone
-    cut a part out of a joined tensor.
-    """
+    """The checkpoint's tensor that holds a parameter, if it is not the tensor of the same name."""
 
     name: str
     shape: tuple[int, ...]
-    transposed: bool = False
-    expert: int | None = None
-    rows: tuple[int, int, int] = (0, 0, 1)
-    also: str = ""
+    transposed: bool = False  # it is (in, out)
+    expert: int | None = None  # it is a stack (experts, out, in)
+    rows: tuple[int, int, int] = (0, 0, 1)  # first, end, step: of the expert's matrix, or of a joined tensor
+    also: str = ""  # another name of the tensor
 
 
 def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
-    """The parameter's value (out, in) by way of `rows(name, start, stop)`, which reads rows of a stored tensor."""
+    """Return the parameter's value (out, in); `rows(name, start, stop)` reads rows of a stored tensor."""
     if origin.expert is not None:
         one = rows(origin.name, origin.expert, origin.expert + 1)[0]
         return (one.T if origin.transposed else one)[slice(*origin.rows)].contiguous()
@@ -61,23 +46,23 @@ def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.
 
 
 def left_alone(model: Any, block: nn.Module) -> set[str]:
-    """Linear layers that transformers keeps in float32 where a model is loaded in 16 bits, and those of `LEFT_ALONE`.
+    """Return the names of a block's linear layers that stay unquantized: engines load them so.
 
-    By their names in a block. They stay as they are: what computes with them is sensitive, and engines load them
-    unquantized. transformers' class names them by parts of a dotted name.
+    transformers' class keeps them in float32 in a model of 16 bits, or published checkpoints leave them alone; both by
+    parts of a dotted name.
     """
-    further = LEFT_ALONE.get(model.config.model_type)
-    own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, further)
+    alone = published_names(model.config.model_type).left_alone
+    own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, alone)
     parts = "|".join(re.escape(part) for names in own for part in names or ())
-    kept = re.compile(rf"(?:^|\.)(?:{parts})(?:\.|$)")
-    return {name for name, _ in _linears(block) if parts and kept.search(f"{name}.weight")}
+    pattern = re.compile(rf"(?:^|\.)(?:{parts})(?:\.|$)")
+    return {name for name, _ in _linears(block) if parts and pattern.search(f"{name}.weight")}
 
 
 def too_small(block: nn.Module, states: int) -> set[str]:
-    """Linear layers with so few rows or columns that no layout packs them and engines load them unquantized.
+    """Return the names of a block's linear layers with too few rows or columns to be packed; engines load them so.
 
-    By their names in a block: layers that choose or weigh experts (right beside the experts, or near them with a row
-    for each), and those that mix `states` hidden states of a token side by side (AltUp).
+    They choose or weigh experts (next to the experts, or near them with a row for each), or mix the `states` hidden
+    states of a token (AltUp).
     """
     found = {name for name, part in _linears(block) if states > 1 and states in (part.in_features, part.out_features)}
     for path, module in block.named_modules():
@@ -104,23 +89,26 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
             model.set_submodule(path, linear)
             origins[f"{path}.weight"] = Origin(f"{path}.weight", (k, n), transposed=True)
         _take_buffers(module)
-    names = EXPERTS.get(kind, ExpertNames())
+    row = published_names(kind)
+    names = row.experts
     for index, block in enumerate(blocks):
         path = f"{blocks_path}.{index}."
         for place, module in [(name, part) for name, part in block.named_modules() if _is_stack(part, names)]:
             _replace_stack(block, path, place, Stack(module, names.sent), names, origins)
-        if kind in SPLIT:
-            split(block, path, SPLIT[kind], origins)
-        part, further = MOVED_BESIDE.get(kind, ("", ()))
-        for old, new in (*MOVED.get(kind, ()), *(further if hasattr(block, part) else ())):
+        if row.split:
+            split(block, path, row.split, origins)
+        moved = dict(row.moved)
+        if row.moved_beside is not None and hasattr(block, row.moved_beside[0]):
+            moved |= row.moved_beside[1]
+        for old, new in moved.items():
             move(block, path, old, new, origins)
-        for name, written in WRITTEN.get(kind, ()):  # also found under the name that transformers writes
+        for name, written in row.written.items():  # also found under the name that transformers writes
             for own, parameter in block.named_parameters():
                 if own.startswith(f"{name}."):
                     other = f"{path}{written}{own.removeprefix(name)}"
                     origins.setdefault(f"{path}{own}", Origin(other, tuple(parameter.shape)))
-    if kind in RENAMED:
-        old, new = RENAMED[kind]
+    old, new = row.renamed
+    if old:
         place, _, leaf = old.rpartition(".")
         rename(model.get_submodule(place), place and f"{place}.", leaf, new.removeprefix(f"{place}."), origins)
         if model.base_model_prefix == old:
@@ -132,14 +120,14 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
 
 def renamed(kind: str, path: str) -> str:
     """The dotted path that a module of the model has after `hold_linears`."""
-    old, new = RENAMED.get(kind, ("", ""))
-    for here, there in MOVED.get(kind, ()):
+    old, new = published_names(kind).renamed
+    for here, there in published_names(kind).moved.items():
         path = re.sub(rf"(\.\d+\.){re.escape(here)}(?=\.|$)", rf"\g<1>{there}", path, count=1)
     return new + path.removeprefix(old) if old and path.startswith(f"{old}.") else path
 
 
 def _take_buffers(module: Any) -> None:
-    """Make parameters of a module's stored buffers: they have learned values, such as the biases of some routers."""
+    """Turn a module's stored buffers into parameters: they are learned, such as the biases of some routers."""
     stored = [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
     module.stored_buffers = tuple(name for name in stored if getattr(module, name).is_floating_point())
     for name in module.stored_buffers:
@@ -149,7 +137,7 @@ def _take_buffers(module: Any) -> None:
 
 
 def _is_stack(module: Any, names: ExpertNames) -> bool:
-    """Whether a module is a stack whose layout is known: by what transformers says of it, or by its architecture."""
+    """Whether a module is a stack of experts whose layout is known."""
     if names.sent:
         return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
     return hasattr(module, "is_concatenated") and not getattr(module, "has_post_expert_norm", False)
@@ -194,11 +182,10 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """Experts one by one, in place of a stack; each is called with the tokens routed to it.
+    """A list of experts in place of a stack; each is called with the tokens routed to it.
 
-    Every expert is called, also with no tokens, and all experts do their first matrices before any does its last:
-    so a walk sees all linear layers, in an order in which those of equal depth stand together. `first` names the
-    matrices that read what comes in.
+    Every expert is called, also with no tokens, and all first matrices run before any last one: so a walk sees all
+    linear layers, those of equal depth together. `first` names the matrices that read the input.
     """
 
     def __init__(self, stack: Stack, names: ExpertNames) -> None:
@@ -233,7 +220,7 @@ class SentExperts(Experts):
 
 
 class Stack:
-    """How one of transformers' stacks of experts is laid out, and what its code does between two matrices."""
+    """The layout of one of transformers' stacks of experts, and its code between two matrices."""
 
     def __init__(self, module: Any, sent: bool) -> None:
         self.module, self.transposed = module, sent or bool(module.is_transposed)
@@ -246,7 +233,7 @@ class Stack:
         self.inner = wide // 2 if self.gated else wide
 
     def join(self, *parts: torch.Tensor) -> torch.Tensor:
-        """What the last matrix gets, of the products of gate and up or of up alone."""
+        """Return the input of the last matrix from the outputs of gate and up, or of up alone."""
         own = getattr(type(self.module), "_apply_gate", None)
         if self.gated and own is not None and own.__name__ != "_default_apply_gate":
             both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
@@ -256,7 +243,7 @@ class Stack:
         return out
 
     def origins(self, place: str, index: int, names: ExpertNames, also: tuple[str, str]) -> dict[str, Origin]:
-        """By its name in the expert, where each of its parameters lies in the stack at the dotted `place`."""
+        """Return the origin of each parameter of an expert, by name, in the stack at the dotted `place`."""
         halves = {names.up: (0, self.inner, 1)}
         if self.interleaved:
             halves = {names.gate: (0, 2 * self.inner, 2), names.up: (1, 2 * self.inner, 2)}
@@ -280,7 +267,7 @@ def expert_of(name: str) -> str | None:
 
 
 def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that are the same matrix as `name`, in any expert of its block."""
+    """Return those of `names` that are the same matrix in any expert of the same block."""
 
     def place(weight: str) -> tuple[str, str] | None:
         return (expert[1], weight[expert.end() :]) if (expert := EXPERT.match(weight)) else None
@@ -301,7 +288,7 @@ class Wrapped(nn.Module):
 
 
 class Joined(nn.Module):
-    """Stands for a convolution of several parts, which stand beside it; their weights are one after the other."""
+    """Stands for a convolution that was split; its weight is that of the parts, joined."""
 
     def __init__(self, parts: Sequence[nn.Conv1d]) -> None:
         super().__init__()
@@ -315,25 +302,25 @@ class Joined(nn.Module):
 
 
 def split(block: nn.Module, path: str, old: str, origins: dict[str, Origin]) -> None:
-    """Put a convolution for each of queries, keys and values in place of one of all, if a block has it at `old`."""
+    """Replace the convolution at `old`, if a block has it, by one for each of queries, keys and values."""
     holder, _, name = old.rpartition(".")
-    beside: Any = dict(block.named_modules()).get(holder)
-    whole = getattr(beside, name, None)
+    parent: Any = dict(block.named_modules()).get(holder)
+    whole = getattr(parent, name, None)
     if whole is None:
         return
     shape, first, parts = tuple(whole.weight.shape), 0, []
-    delattr(beside, name)
+    delattr(parent, name)
     for kind in ("q", "k", "v"):
-        count = int(getattr(beside, f"{kind}_proj").out_features)
+        count = int(getattr(parent, f"{kind}_proj").out_features)
         part = nn.Conv1d(count, count, shape[2], groups=count, bias=False, device="meta")
-        beside.add_module(f"{kind}_{name}", part)
+        parent.add_module(f"{kind}_{name}", part)
         place = f"{path}{holder}.{kind}_{name}.weight"
         origins[place] = Origin(f"{path}{old}.weight", shape, rows=(first, first + count, 1))
         parts.append(part)
         first += count
     if first != shape[0]:
         raise ValueError(f"{path}{old} has {shape[0]} channels, and queries, keys and values have {first}")
-    object.__setattr__(beside, name, Joined(parts))  # past nn.Module, which would register it
+    object.__setattr__(parent, name, Joined(parts))  # past nn.Module, which would register it
 
 
 def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
@@ -350,7 +337,7 @@ def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, 
 
 
 def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
-    """Register a part of a block elsewhere in it, if it has the part, both by dotted names; its code finds it still."""
+    """Register a part of a block, if it has it, under another dotted name; its code still finds it."""
     (holder, _, name), (place, _, leaf) = old.rpartition("."), new.rpartition(".")
     inner: Any = dict(block.named_modules()).get(holder)
     child = getattr(inner, name, None)
@@ -377,7 +364,7 @@ def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Ori
 
 
 def _find_there(inner: Any, name: str, outer: Any, leaf: str) -> None:
-    """Let `inner.name` be what stands at `outer.leaf` now: values and layers are replaced, so its class asks there."""
+    """Let `inner.name` return `outer.leaf`, by a property: the value there may be replaced later."""
     kind = type(inner)
     if inner is outer:
         found = property(lambda part: getattr(part, leaf))

@@ -115,13 +115,13 @@ def artifact(request, artifact_of, one_block):
     return artifact_of(request.param, None, model=model)
 
 
-def perplexity(model, engine):
+def perplexity(model, engine, folder):
     """Measured in this process by the engine `engine` on two windows."""
     spec = EvaluationSpec(text=str(SAMPLE), n_ctx=N_CTX, limit=2)
     windows = cut(load_text(spec.text, "evaluation"), model.tokenizer(), spec.protocol, N_CTX, spec.limit)
     assert refusal(find_engine(engine), model) is None
     loaded = find_engine(engine).load(model, LoadSpec(threads=1, n_ctx=N_CTX))
-    job = ProbeJob(loaded, model, spec, 1, windows, Progress())
+    job = ProbeJob(loaded, model, spec, 1, windows, Progress(), folder / "positions")
     [measurement] = measure_perplexity(job)
     return measurement.value
 
@@ -140,11 +140,11 @@ def test_it_opens_verifies_and_reads_back_every_tensor_of_the_source(artifact, o
     assert shapes == {name: info.shape for name, info in open_source(str(one_block)).tensors.items()}
 
 
-def test_its_engines_agree(artifact):
+def test_its_engines_agree(artifact, tmp_path):
     model = Model(artifact, None)
     engines = find_format(artifact.manifest.format).engines
     perplexities = {
-        name: perplexity(model, name) for name in engines if not missing_modules((find_engine(name).module,))
+        name: perplexity(model, name, tmp_path) for name in engines if not missing_modules((find_engine(name).module,))
     }
     assert all(math.isfinite(value) for value in perplexities.values())
     assert max(perplexities.values()) < 1.03 * min(perplexities.values()), perplexities

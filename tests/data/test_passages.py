@@ -5,7 +5,7 @@ import pytest
 from tiny_models import SAMPLE
 
 from quantkit.artifact import MOST_PASSAGES, CalibrationEntry
-from quantkit.data.passages import KEPT, WORDS, hashes_of, kept_of, seen_in
+from quantkit.data.passages import SKETCH_SIZE, WORDS, hashes_of, seen_in, sketch_of
 from quantkit.errors import RecipeError
 from quantkit.recipe import parse
 
@@ -32,8 +32,8 @@ def test_a_passage_is_thirteen_words():
     assert hashes_of(THIRTEEN.replace("two three", "three two")).tolist() != hashes_of(THIRTEEN).tolist()
     # A passage does not reach from one text to the next.
     first, second = THIRTEEN.split(" seven ")
-    assert kept_of([first, f"seven {second}"]) == ""
-    assert seen_in(kept_of([THIRTEEN]), [first, f"seven {second}"]).sampled == 0
+    assert sketch_of([first, f"seven {second}"]) == ""
+    assert seen_in(sketch_of([THIRTEEN]), [first, f"seven {second}"]).sampled == 0
 
 
 @pytest.mark.parametrize("text", ["駅前の傘立て私の町の小さな", "ผมไปตลาดทุกวันเ"[:13]])
@@ -51,35 +51,35 @@ def test_a_text_has_as_many_passages_as_the_slow_reference_finds():
 def test_where_all_hashes_are_kept_the_share_is_exact():
     words = random_words(0, 700)
     before, text = " ".join(words[:500]), " ".join(words[300:])
-    seen = seen_in(kept_of([before]), [text, text])
+    seen = seen_in(sketch_of([before]), [text, text])
     both = passages(before) & passages(text)
     assert (seen.seen, seen.sampled) == (len(both), len(passages(text))) == (188, 388)
     assert seen.share == 188 / 388
-    few = seen_in(kept_of([" ".join(words[:15])]), [text, " ".join(words[:20])])
+    few = seen_in(sketch_of([" ".join(words[:15])]), [text, " ".join(words[:20])])
     assert (few.seen, few.sampled) == (3, 388 + 8)
 
 
 def test_of_long_texts_the_share_is_estimated():
     words = random_words(1, 60_000)
     texts = [" ".join(words[at : at + 400]) for at in range(0, 60_000, 400)]
-    kept = kept_of(texts[:100])
-    assert len(kept) == MOST_PASSAGES
-    assert kept == kept_of(reversed(texts[:100]))
-    seen = seen_in(kept, texts[75:])
+    sketch = sketch_of(texts[:100])
+    assert len(sketch) == MOST_PASSAGES
+    assert sketch == sketch_of(reversed(texts[:100]))
+    seen = seen_in(sketch, texts[75:])
     assert seen.share == pytest.approx(1 / 3, abs=0.06)  # three standard errors of the sample
-    assert seen.sampled == pytest.approx(KEPT * 30 / 40, rel=0.15)
-    assert seen_in(kept, [" ".join(random_words(2, 30_000))]).seen == 0
+    assert seen.sampled == pytest.approx(SKETCH_SIZE * 30 / 40, rel=0.15)
+    assert seen_in(sketch, [" ".join(random_words(2, 30_000))]).seen == 0
 
 
 def test_only_passages_among_others_are_counted():
     words = random_words(3, 200)
     header, said = " ".join(words[:100]), " ".join(words[100:])
-    kept = kept_of([header])
-    assert seen_in(kept, [header, said]).seen == 88
-    seen = seen_in(kept, [header, said], among=[said])
+    sketch = sketch_of([header])
+    assert seen_in(sketch, [header, said]).seen == 88
+    seen = seen_in(sketch, [header, said], among=[said])
     assert (seen.seen, seen.sampled) == (0, 88)
-    assert kept_of([]) == ""
-    assert seen_in("", [THIRTEEN]).share == seen_in(kept, []).share == 0
+    assert sketch_of([]) == ""
+    assert seen_in("", [THIRTEEN]).share == seen_in(sketch, []).share == 0
 
 
 @pytest.mark.parametrize("bad", ["AAAA", "AAAAAAA-", "A" * (MOST_PASSAGES + 8), "AAAAAAAA\n"])

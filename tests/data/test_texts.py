@@ -8,7 +8,7 @@ from gguf_files import save_tokenizer
 from tiny_models import SAMPLE
 from wikitext_hub import ROWS, files_of, wikitext_hub
 
-from quantkit.data.texts import adds_bos, encode, first_token, load_text, sample_text
+from quantkit.data.texts import SECTIONS, adds_bos, encode, first_token, load_text, sample_text
 from quantkit.models.config import load_tokenizer
 
 LOADED = """
@@ -22,7 +22,9 @@ for split in sys.argv[1:]:
 
 @pytest.mark.usefixtures("no_hub")
 def test_the_parts_of_the_sample_are_apart_and_in_their_places_and_taken_without_a_hub():
-    articles, kinds = (path.read_text(encoding="utf-8") for path in (SAMPLE, SAMPLE.with_name("sample_kinds.txt")))
+    articles = SAMPLE.read_text(encoding="utf-8")
+    folder = SAMPLE.with_name("kinds")
+    kinds = "".join((folder / f"{kind}_calibration.txt").read_text(encoding="utf-8") for kind in SECTIONS)
     calibration, evaluation = sample_text("calibration"), sample_text("evaluation")
     assert calibration.content.endswith(kinds)
     assert calibration.content.removesuffix(kinds) + evaluation.content == articles

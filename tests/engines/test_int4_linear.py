@@ -55,7 +55,7 @@ def test_short_prompts_run_on_the_kernel_only_where_the_model_generates():
     def on_the_kernel(x):
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, layer.packed, layer.group, layer.scale_zero)
 
-    for rows, judged, generated in (
+    for rows, evaluated, generated in (
         (EVALUATED_ROWS, True, True),
         (EVALUATED_ROWS + 1, False, True),
         (GENERATED_ROWS, False, True),
@@ -64,10 +64,10 @@ def test_short_prompts_run_on_the_kernel_only_where_the_model_generates():
         x = torch.randn(rows, K, generator=torch.Generator().manual_seed(5)).bfloat16()
         kernel, dense = on_the_kernel(x), x @ layer.dense().T
         assert not torch.equal(kernel, dense)
-        assert torch.equal(model(x), kernel if judged else dense)
+        assert torch.equal(model(x), kernel if evaluated else dense)
         with generating(model):
             assert torch.equal(model(x), kernel if generated else dense)
-        assert torch.equal(model(x), kernel if judged else dense)
+        assert torch.equal(model(x), kernel if evaluated else dense)
 
 
 @pytest.mark.parametrize(("bits", "rows", "group"), [(4, 48, 32), (4, 48, 256), (3, 6, 96), (2, 17, 320)])

@@ -45,8 +45,8 @@ def count_loaded(folders, out):
             loaded, before = None, settled()
             loaded = find_engine(engine).load(open_model(str(folder)), LoadSpec(threads, 64))
             counts[f"{engine} {threads}"] = count(engine, loaded, before)
-        if change := find_engine(engine).set_threads:
-            change(loaded, 2)
+        if find_engine(engine).sets_threads:
+            loaded.set_threads(2)
             counts[f"{engine} changed"] = count(engine, loaded, 0)
     out.write_text(json.dumps(counts))
     os._exit(0)  # as the worker ends: the engines' threads may abort an ordinary exit
@@ -70,7 +70,7 @@ def test_an_engine_has_as_many_threads_as_are_asked_for(one_block, artifact_of, 
     assert counts["ctranslate2 3"] >= counts["ctranslate2 1"] + 2
 
 
-def test_the_pools_of_a_judging_process_have_that_size(gguf, tmp_path, monkeypatch):
+def test_the_pools_of_an_evaluating_process_have_that_size(gguf, tmp_path, monkeypatch):
     """Also where the user has set another for one of them."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     for name in pools:

@@ -5,7 +5,7 @@ from quantkit import evaluate
 from quantkit.errors import EngineError, UnsupportedError
 
 
-def judged(folder):
+def evaluated(folder):
     settings = {**EVALUATION, "divergence": False}
     return evaluate(folder, ("perplexity",), engine="transformers", **settings).engine.notes
 
@@ -14,7 +14,7 @@ def judged(folder):
 def test_a_parameter_without_a_tensor_is_refused(config, tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "changed", **config)
     with pytest.raises(EngineError, match=r"has no tensor for \d+ parameters of LlamaForCausalLM, such as "):
-        judged(folder)
+        evaluated(folder)
 
 
 def test_a_tensor_that_is_left_out_is_told(tiny, tmp_path):
@@ -22,8 +22,8 @@ def test_a_tensor_that_is_left_out_is_told(tiny, tmp_path):
         tensors["model.extra.weight"] = tensors["model.norm.weight"].clone()
 
     folder = changed_copy(tiny, tmp_path / "changed", add)
-    assert judged(tiny) == ()
-    (note,) = judged(folder)
+    assert evaluated(tiny) == ()
+    (note,) = evaluated(folder)
     assert note.startswith("transformers leaves out ")
 
 
@@ -35,4 +35,4 @@ def test_a_block_more_than_config_json_counts_is_refused(prefix, tiny, tmp_path)
 
     folder = changed_copy(tiny, tmp_path / "changed", rename, num_hidden_layers=2)
     with pytest.raises(UnsupportedError, match=r"counts 2 decoder blocks, and the checkpoint has .*layers\.2\."):
-        judged(folder)
+        evaluated(folder)

@@ -32,7 +32,7 @@ def windows(vocabulary):
 
 
 def logits(model, engine, dtype="float32", **how):
-    """(all judged positions, V) float32."""
+    """(all scored positions, V) float32."""
     loaded = find_engine(engine).load(model, LoadSpec(1, 128, dtype, **how))
     return np.concatenate(list(loaded.pieces(windows(int(model.config["vocab_size"])))))
 
@@ -115,7 +115,7 @@ def test_what_blocks_cannot_be_called_with_alone_is_refused(owner, name, stand_i
     assert all(parameter.is_meta for parameter in loaded._skeleton.model.parameters())
 
 
-def judged(folder, walk, out):
+def evaluated(folder, walk, out):
     """Compute two windows in this process; write the peak beyond what was there, and a sum of the logits."""
     model = open_model(str(folder))
     warm_up = torch.ones(256, HIDDEN) @ torch.ones(HIDDEN, INNER)
@@ -130,7 +130,7 @@ def test_the_peak_is_that_of_a_block(tiny_with, tmp_path):
     folder = tiny_with(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=BLOCKS, **heads)
     peaks, totals = {}, {}
     for walk in (False, True):
-        peaks[walk], totals[walk], _ = told(judged, folder, walk, folder=tmp_path)
+        peaks[walk], totals[walk], _ = told(evaluated, folder, walk, folder=tmp_path)
     assert totals[True] == totals[False]
     assert peaks[False] > WEIGHTS
     assert peaks[True] < WEIGHTS / BLOCKS * 2 + 60e6

@@ -235,7 +235,7 @@ def test_the_cache_lists_and_clears_what_is_not_in_use(cache, source, windows):
     assert len(clear_cache()) == 1
 
 
-def test_an_artifact_is_judged_against_its_source(cache, gguf, tiny):
+def test_an_artifact_is_evaluated_against_its_source(cache, gguf, tiny):
     report = evaluate(gguf, **QUICK, source=tiny)
     assert report.baseline is not None
     assert 1e-6 < report.find("kld").value < 0.05

@@ -45,9 +45,9 @@ def other(tiny, tmp_path_factory):
 
 def test_another_source_than_the_artifact_was_made_from_is_refused(gguf, tiny, other, tmp_path, new_cache):
     settings = {key: value for key, value in EVALUATION.items() if key != "threads"}
-    for judge in (evaluate, cross_check):
+    for command in (evaluate, cross_check):
         with pytest.raises(ArtifactError, match=r"model\.safetensors has the sha256"):
-            judge(gguf, source=other, **settings)
+            command(gguf, source=other, **settings)
     changed = changed_copy(tiny, tmp_path / "changed", rms_norm_eps=1e-3)
     with pytest.raises(ArtifactError, match=r"config\.json has the sha256"):
         evaluate(gguf, source=changed, **QUICK)
@@ -91,7 +91,7 @@ def test_what_a_child_tells_amiss_is_an_error_of_ours(told, error, says, tmp_pat
     assert type(caught.value) is error
 
 
-def test_a_single_position_is_judged_and_its_baseline_kept(tiny, tmp_path):
+def test_a_single_position_is_evaluated_and_its_baseline_stored(tiny, tmp_path):
     text = tmp_path / "word.txt"
     text.write_text(" = A = \n\n a")
     report = evaluate(str(tiny), **{**QUICK, "text": str(text), "protocol": "lm-eval", "limit": 1}, engine=FLOAT32)

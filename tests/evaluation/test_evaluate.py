@@ -32,7 +32,7 @@ QUICK = {**EVALUATION, "new_tokens": 4, "repeats": 2}
 
 
 @pytest.fixture(scope="module")
-def judged(gguf, real_workers):
+def evaluated(gguf, real_workers):
     steps = []
     counts = tuple(range(1, min(2, usable_cores()) + 1))
     note = Progress(lambda step: steps.append(copy(step)))
@@ -49,8 +49,8 @@ def no_child_is_left():
     assert active_children() == workers() == []
 
 
-def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(judged, gguf, tiny):
-    report, steps = judged
+def test_a_report_has_every_figure_and_says_what_was_evaluated_on_what_with_what(evaluated, gguf, tiny):
+    report, steps = evaluated
     model, text, windows = report.model, report.text, report.windows
     assert (model.label, model.method, model.name) == ("gguf-Q8_0", "gguf", tiny.name)
     assert (model.digest, model.notes) == (gguf.digest, gguf.manifest.all_notes)
@@ -100,9 +100,9 @@ def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(ju
     ({"n_ctxx": 64}, "unknown key 'n_ctxx'"),
 ])  # fmt: skip
 def test_a_field_of_a_record_is_refused_as_a_keyword_with_its_record(misplaced, says, tiny):
-    for judge in (evaluate, cross_check, partial(evaluate_tasks, tasks=("wikitext",))):
+    for command in (evaluate, cross_check, partial(evaluate_tasks, tasks=("wikitext",))):
         with pytest.raises(RecipeError, match=says):
-            judge(tiny, **misplaced)
+            command(tiny, **misplaced)
 
 
 def test_threads_are_sorted_and_default_to_one_and_all():
@@ -182,14 +182,14 @@ def test_an_interrupt_ends_the_child_too(gguf):
     assert not psutil.pid_exists(seen[0])
 
 
-def judge_without_end(folder, told):
+def evaluate_without_end(folder, told):
     """Say when the worker has told its last event and is busy generating."""
     settings = {**QUICK, "probes": ("speed",), "new_tokens": 100_000}
     evaluate(folder, **settings, progress=Progress(lambda step: told.write_text(step.title)))
 
 
 def test_a_worker_ends_when_its_parent_is_killed(gguf, tmp_path):
-    parent = forked(partial(judge_without_end, gguf.folder, tmp_path / "told"), tmp_path / "log")
+    parent = forked(partial(evaluate_without_end, gguf.folder, tmp_path / "told"), tmp_path / "log")
     until((tmp_path / "told").exists)
     [worker] = workers(parent.process.pid)
     time.sleep(1)

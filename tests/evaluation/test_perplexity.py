@@ -56,7 +56,8 @@ def test_a_damaged_file_counts_as_none(damage, tmp_path):
 
 def test_a_place_that_cannot_be_written_and_a_full_disk_cost_nothing_but_time(tmp_path):
     (tmp_path / "folder.positions").mkdir()
-    for path in (None, tmp_path / "folder.positions"):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "one.positions", tmp_path / "folder.positions"):
         file = ResumeFile(path)
         file.write([positions(2)])
         file.remove()
@@ -86,7 +87,7 @@ def test_an_interrupted_evaluation_goes_on_at_the_edge_of_a_batch(tiny, tmp_path
     seen = []
     figures_of = perplexity.figures_of
     monkeypatch.setattr(perplexity, "figures_of", lambda *args, **how: seen.append(args[0]) or figures_of(*args, **how))
-    job = ProbeJob(Watched(), model, EvaluationSpec(text=str(SAMPLE)), 1, windows, Progress())
+    job = ProbeJob(Watched(), model, EvaluationSpec(text=str(SAMPLE)), 1, windows, Progress(), tmp_path / "none")
     whole = measure_perplexity(job)
     for done, computed in ((3, 40), (32, 8), (35, 40), (40, 0)):  # what ends within a batch is not ours
         path = tmp_path / f"{done}.positions"

@@ -39,7 +39,7 @@ def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves()
     found = cut(text_of(27), Letters(), "llama.cpp", n_ctx=8)
     assert found.windows[0].ids.dtype == np.int64
     assert ids(found) == [list(range(0, 8)), list(range(8, 16)), list(range(16, 24))]  # 24..26 are dropped
-    # Logits at 4, 5, 6 are judged by the tokens at 5, 6, 7.
+    # Logits at 4, 5, 6 are scored by the tokens at 5, 6, 7.
     assert [window.first for window in found.windows] == [4, 4, 4]
     assert targets(found) == [[5, 6, 7], [13, 14, 15], [21, 22, 23]]
     about = found.about
@@ -75,7 +75,7 @@ def test_lm_eval_rolls_windows_over_each_page_by_itself():
     text = Text("two pages", "= A =\nabcdefg\n= B =\nhi\n")
     found = cut(text, Letters(bos=True), "lm-eval", n_ctx=5)
     one, two = (Letters(bos=True)(page)["input_ids"] for page in ("= A =\nabcdefg", "= B =\nhi\n"))
-    # As in the harness's own example, the last window of a page is full and judges what is left.
+    # As in the harness's own example, the last window of a page is full and scores what is left.
     assert [window.document for window in found.windows] == [0, 0, 0, 1, 1]
     assert targets(found) == [one[:5], one[5:10], one[10:], two[:5], two[5:]]
     whole = [BOS, *one]

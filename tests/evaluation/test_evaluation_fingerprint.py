@@ -25,7 +25,7 @@ TEXT = load_text(str(SAMPLE), "evaluation")
 
 
 @pytest.fixture
-def judgement(tiny):
+def prepared(tiny):
     model = open_model(str(tiny))
     return prepare(model, EvaluationSpec(**EVALUATION), TEXT, choose(model, EngineSpec()))
 
@@ -85,30 +85,30 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("part", CHANGES)
-def test_each_part_makes_another_fingerprint(part, judgement, tmp_path, monkeypatch):
+def test_each_part_makes_another_fingerprint(part, prepared, tmp_path, monkeypatch):
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    before, fingerprint = judgement.decides(BASELINE), judgement.fingerprint(BASELINE)
-    assert judgement.fingerprint(BASELINE) == fingerprint
+    before, fingerprint = prepared.decides(BASELINE), prepared.fingerprint(BASELINE)
+    assert prepared.fingerprint(BASELINE) == fingerprint
     for change in CHANGES[part]:
         with monkeypatch.context() as patch:
-            other = change(judgement, tmp_path, patch)
+            other = change(prepared, tmp_path, patch)
             after = other.decides(BASELINE)
             differing = {key for key in before if before[key] != after[key]}
             assert differing == {part}
             assert other.fingerprint(BASELINE) != fingerprint
 
 
-def test_another_baseline_makes_another_fingerprint_and_no_part_is_forgotten_above(judgement):
+def test_another_baseline_makes_another_fingerprint_and_no_part_is_forgotten_above(prepared):
     others = [None, *(BASELINE.model_copy(update=change) for change in ({"dtype": "bfloat16"}, {"sha256": "bb" * 32}))]
-    assert len({judgement.fingerprint(kept) for kept in (BASELINE, *others)}) == 4
-    assert {*CHANGES, "baseline"} == set(judgement.decides(BASELINE))
+    assert len({prepared.fingerprint(kept) for kept in (BASELINE, *others)}) == 4
+    assert {*CHANGES, "baseline"} == set(prepared.decides(BASELINE))
 
 
-def test_variables_that_change_what_an_engine_computes_count(judgement, monkeypatch):
+def test_variables_that_change_what_an_engine_computes_count(prepared, monkeypatch):
     monkeypatch.setenv("UNRELATED", "1")
     own = {"ctranslate2": "CT2_USE_MKL", "llamacpp": "GGML_X", "vllm": "VLLM_X", "transformers": "BNB_X"}
     for name, variable in own.items():
-        chosen = replace(judgement.engine, name=name)
+        chosen = replace(prepared.engine, name=name)
         before = chosen.variables
         with monkeypatch.context() as patch:
             patch.setenv(variable, "1")
@@ -116,12 +116,12 @@ def test_variables_that_change_what_an_engine_computes_count(judgement, monkeypa
         assert "UNRELATED=1" not in before
 
 
-def test_each_part_makes_another_baseline(judgement, tmp_path, monkeypatch):
-    source, judged = open_source(str(judgement.model.folder)), judgement.cut
+def test_each_part_makes_another_baseline(prepared, tmp_path, monkeypatch):
+    source, windows = open_source(str(prepared.model.folder)), prepared.cut
 
     def key(hashes=None, dtype="float32", **about):
         source.hashes = hashes or plain
-        return key_of(source, replace(judged, about=judged.about.model_copy(update=about)), dtype)
+        return key_of(source, replace(windows, about=windows.about.model_copy(update=about)), dtype)
 
     plain = dict(source.hashes)
     assert set(plain) == {"config.json", "model.safetensors"}
@@ -160,7 +160,7 @@ def test_stored_positions_are_used_only_if_nothing_else_has_changed(changed, ggu
     assert again.find("perplexity").value == pytest.approx(quiet, rel=1e-9)
 
 
-def test_a_report_carries_the_fingerprint_of_its_judgement(gguf, tiny):
+def test_a_report_carries_the_fingerprint_of_its_evaluation(gguf, tiny):
     report = evaluate(gguf, ("perplexity",), **EVALUATION, source=tiny)
     model, spec = open_model(gguf), EvaluationSpec(**EVALUATION, probes=("perplexity",))
     again = prepare(model, spec, TEXT, choose(model, EngineSpec()), open_source(str(tiny)))
@@ -171,6 +171,6 @@ def test_a_report_carries_the_fingerprint_of_its_judgement(gguf, tiny):
 
 
 @pytest.mark.usefixtures("no_hub")
-def test_without_a_text_the_part_for_evaluation_is_judged(gguf):
+def test_without_a_text_the_part_for_evaluation_is_taken(gguf):
     report = evaluate(gguf, ("size",), **EVALUATION | {"text": None})
     assert report.text.name == "quantkit's bundled sample, evaluation part"

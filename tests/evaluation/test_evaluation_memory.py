@@ -45,7 +45,7 @@ def between(folder, windows):
     return (one + other) / 2e9
 
 
-def test_a_walk_judges_what_does_not_fit_in_the_memory_of_its_forecast_and_the_report_says_so(deep, windows):
+def test_a_walk_evaluates_what_does_not_fit_in_the_memory_of_its_forecast_and_the_report_says_so(deep, windows):
     limit = between(deep, windows)
     report = evaluate(str(deep), **EVALUATION, memory=MemoryLimits(max_memory_gb=limit), divergence=False)
     assert report.engine.name == "reference"
