@@ -11,6 +11,8 @@ from trials import read_back
 
 from quantkit.artifact import open_artifact
 from quantkit.calibration.moments import LinearGroup
+from quantkit.contracts.method import CheckedJob
+from quantkit.contracts.run import Checked
 from quantkit.conversion.check import prepare
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_source
@@ -290,7 +292,8 @@ def test_an_independent_reader_gets_the_values_that_ours_gives(artifacts, two_bl
 def quantized_by_hooks(folder, options):
     """All layers, each from the Hessian that plain hooks see in a whole transformers model quantized so far."""
     settings = {"group_size": 64, **options}
-    job = prepare(ConvertRecipe(model=str(folder), method="gptq", options=settings, calibration=CALIBRATION))
+    asked = prepare(ConvertRecipe(model=str(folder), method="gptq", options=settings, calibration=CALIBRATION))
+    job = CheckedJob.of(asked, Checked(None))
     model, exact, ids = plain_model(folder), plain_model(folder), calibration_ids(job)
     layers = {}
     stages = [list(SHAPES)[:3], list(SHAPES)[3:4], list(SHAPES)[4:6], list(SHAPES)[6:]]
