@@ -20,7 +20,8 @@ LACKING = "the step {}, which llama.cpp lacks"
 def spm_scores(model: dict[str, Any]) -> dict[str, float]:
     """Return scores by text: minus the place of the first merge that makes the token, the lowest for no merge."""
     first: dict[str, float] = {}
-    for rank, (left, right) in enumerate(merge_pairs(model)):
+    for rank, merge in enumerate(model["merges"]):
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
         first.setdefault(left + right, -float(rank))
     last = -float(len(model["merges"]))
     return {text: first.get(text, last) for text in model["vocab"]}
