@@ -42,7 +42,7 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(tiny, tmp_path, 
     def note(recipe, *_):
         raise _Asked(recipe)
 
-    monkeypatch.setattr(comparison, "run", note)
+    monkeypatch.setattr(comparison, "run_comparison", note)
     evaluation = {**EVALUATION, "threads": [1, 2]}
     variants = [{"method": "rtn", "bits": 4}, {"method": "gguf", "bits": "Q2_K"}, {"method": "nf4"}]
     rest = {"calibration": CALIBRATION, "evaluation": evaluation, "seed": 5, "out": "there"}
