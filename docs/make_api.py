@@ -17,7 +17,7 @@ HEAD = """\
 # Python
 
 What `import quantkit` gives; made from the docstrings by `make api`. The commands do the same, see the
-[README](../README.md).
+[README](../README.md). A `ModelLike` is a name, a path, a ModelRef, an Artifact, or an opened source.
 """
 WIDTH = 100  # of a signature in one line
 
