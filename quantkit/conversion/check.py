@@ -11,7 +11,7 @@ import numpy as np
 
 from quantkit.calibration.tokens import context_notes, draw_tokens
 from quantkit.checkpoints.side_files import GENERATION, VOCABULARIES
-from quantkit.contracts.format import Content
+from quantkit.contracts.format import Content, Format
 from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.conversion.alternatives import alternatives_to
@@ -107,7 +107,7 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
     held, held_notes = _passed_through(job, job.source.passthrough)
     if len(held) < len(job.source.passthrough):
         job = replace(job, source=OverriddenSource(job.source, passthrough=held))
-    tokenizer_notes = _tokenizer_notes(job.source)  # first: a tokenizer that cannot be used is refused by every method
+    tokenizer_notes = _tokenizer_notes(job)  # first: a tokenizer that cannot be used is refused by every method
     try:
         checked = job.method.check(job)
     except UnsupportedError as error:
@@ -209,11 +209,12 @@ def _left_alone_notes(job: Job) -> tuple[str, ...]:
     )
 
 
-def _tokenizer_notes(source: Source) -> tuple[str, ...]:
+def _tokenizer_notes(job: Job) -> tuple[str, ...]:
     """What a user should know of the tokenizer.
 
     Raises SourceError where it is missing or its vocabulary is larger than the model's: nobody could use the artifact.
     """
+    source = job.source
     is_folder = "config.json" in source.hashed_files
     if is_folder and source.side_files().keys().isdisjoint(VOCABULARIES):
         raise SourceError(
@@ -227,22 +228,35 @@ def _tokenizer_notes(source: Source) -> tuple[str, ...]:
     refuse_ids(config, encode(tokenizer, "a"), "every text")
     rows = vocabulary_of(config)
     without_row = [token for token, place in added.items() if rows is not None and place >= rows]
-    notes = _ends_notes(source, config, rows)
+    path = source.side_files().get(GENERATION)
+    given = config | (read_object(path, SourceError, "Fetch it again.") if path else {})
+    notes = (*_ends_notes(given, rows), *(() if job.format.keeps else _lost_ends_notes(job.format, given, tokenizer)))
     if not without_row:
         return notes
     first = ", ".join(map(shown, without_row[:3]))
     return (*notes, f"the tokenizer has added tokens that the model has no row for: {first}; {ADD_ROWS}")
 
 
-def _ends_notes(source: Source, config: dict[str, Any], rows: int | None) -> tuple[str, ...]:
+def _ends_notes(given: Mapping[str, Any], rows: int | None) -> tuple[str, ...]:
     """What ids of special tokens have no row in the embedding; published models have such, which work."""
-    path = source.side_files().get(GENERATION)
-    given = config | (read_object(path, SourceError, "Fetch it again.") if path else {})
     return tuple(
         f"{name} is {shown(ids)}, and the embedding has {rows} rows: the model cannot take or give this token"
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if (ids := given.get(name)) is not None and rows is not None
         if any(number >= rows for number in (ids if isinstance(ids, list) else [ids]) if number is not None)
+    )
+
+
+def _lost_ends_notes(kind: Format, given: Mapping[str, Any], tokenizer: Any) -> tuple[str, ...]:
+    """That text ends at tokens which the format does not name: it has the tokenizer's end alone."""
+    ids = given.get("eos_token_id")
+    ids = set(ids if isinstance(ids, list) else [ids]) - {None, tokenizer.eos_token_id}
+    if not ids:
+        return ()
+    names = ", ".join(f"{shown(tokenizer.decode([number]))} ({number})" for number in sorted(ids)[:3])
+    return (
+        f"the model also ends a text with {names}, and a {kind.name} file names {shown(tokenizer.eos_token)} alone: "
+        "an engine that does not know these by their names goes on behind them",
     )
 
 

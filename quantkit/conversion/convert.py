@@ -18,7 +18,7 @@ from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.check import ReadyJob, check, prepare
 from quantkit.conversion.manifest import fingerprint, make_manifest
 from quantkit.conversion.staging import place_of, refuse_existing, staged
-from quantkit.conversion.verify import check_values
+from quantkit.conversion.verify import check_values, notes_on_loss
 from quantkit.errors import RecipeError, SourceError, UnsupportedError, ValuesError
 from quantkit.models.source import refuse_non_finite
 from quantkit.progress import Progress
@@ -165,7 +165,9 @@ def _make(job: CheckedJob, folder: Path, progress: Progress) -> None:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {hint}") from error
     manifest = make_manifest(job, current)
     weight_error = check_values(job, Artifact(folder, manifest), progress)
-    manifest = add_card(folder, manifest.model_copy(update={"weight_error": weight_error}), text, inherited)
+    notes = (*manifest.notes, *notes_on_loss(job.bits, weight_error))
+    manifest = manifest.model_copy(update={"weight_error": weight_error, "notes": notes})
+    manifest = add_card(folder, manifest, text, inherited)
     replace_text(folder / MANIFEST, manifest.to_text())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
 WORST_WEIGHT_ERROR = 1.0
+WORST_OF_EIGHT_BITS = 0.25  # some ten times that of a normal distribution in E4M3, the coarsest of them
 AGAIN = "Convert again with --force."
 PIECE = 1 << 20  # values that are compared at a time
 
@@ -53,10 +55,21 @@ def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightErro
     if errors[worst] >= WORST_WEIGHT_ERROR:
         raise ArtifactError(
             f"{artifact.folder}: the tensor {worst} reads back with a relative error of {errors[worst]:.2f}, so its "
-            f"values are lost. Use more bits than {job.bits}, or another method."
+            "values are lost. Bits BF16 of gguf and bfloat16 of float hold such values; another method may."
         )
     mean = sum(errors.values()) / len(errors)
     return WeightError(mean=round(mean, 6), worst=round(errors[worst], 6), worst_tensor=worst)
+
+
+def notes_on_loss(bits: str, error: WeightError | None) -> tuple[str, ...]:
+    """Note a tensor that has lost more than codes of eight bits or floats do, such as values too small for float16."""
+    width = re.search(r"\d+", bits)
+    if error is None or error.worst < WORST_OF_EIGHT_BITS or width is None or int(width[0]) < 8:
+        return ()
+    return (
+        f"{error.worst_tensor} has lost values that {bits} cannot hold: its relative error is {error.worst:.2f}. "
+        "Evaluate the artifact; bits BF16 of gguf and bfloat16 of float hold such values",
+    )
 
 
 def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Artifact:

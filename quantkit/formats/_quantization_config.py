@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' former one
 # Files of AutoGPTQ and AutoAWQ, with the method where they name none.
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+VERSIONS = ("checkpoint_format", "format")  # where GPTQModel names the version of GPTQ's layout
 GPTQ, GPTQ_V2 = ({"quant_method": "gptq", "checkpoint_format": name} for name in ("gptq", "gptq_v2"))
 AWQ = {"quant_method": "awq", "version": "gemm"}
 # What AutoRound calls `packing_format`, and `backend` before version 0.5.
@@ -48,12 +49,22 @@ def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
     for key in KEYS:
         if (found := config.get(key)) is not None:
             settings = found if isinstance(found, dict) else {"quant_method": found}
-            is_auto_round = "auto-round" in str(settings.get("quant_method"))
-            return f"config.json: {key}", _of_auto_round(settings, folder) if is_auto_round else settings
+            if "auto-round" in str(settings.get("quant_method")):
+                return f"config.json: {key}", _of_auto_round(settings, folder)
+            return f"config.json: {key}", _with_version(settings, folder)
     for name, method in FILES.items():
         if (folder / name).is_file():
             return name, {"quant_method": method, **read_object(folder / name, ArtifactError)}
     return "config.json", None
+
+
+def _with_version(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Add the version of GPTQ's layout if only quantize_config.json names it: GPTQModel reads that file first."""
+    path = folder / next(iter(FILES))
+    if any(settings.get(name) for name in VERSIONS) or not path.is_file():
+        return settings
+    own = read_object(path, ArtifactError)
+    return settings | {name: own[name] for name in VERSIONS if name in own}
 
 
 def _of_auto_round(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

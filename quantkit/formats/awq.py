@@ -72,7 +72,10 @@ class _AwqPacking(GroupedPacking):
         versions = [quantization.get(key) or "gemm" for key in ("version", "checkpoint_format", "format")]
         versions += [quantization.get("backend")] * (quantization.get("backend") == "llm-awq")
         if others := [version for version in versions if str(version).lower() != "gemm"]:
-            raise ArtifactError(f"quantization_config has AWQ's version {shown(others[0])}, and only gemm is supported")
+            raise ArtifactError(
+                f"quantization_config has AWQ's version {shown(others[0])}, and only gemm is supported. Give the "
+                "unquantized model."
+            )
         return self
 
 

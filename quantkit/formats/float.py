@@ -42,6 +42,7 @@ PIECE = 1 << 20  # values that are in memory at a time
 LONGEST_NAME = 255  # bytes that file systems take for a name
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MOST_SHARDS = 10_000
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -52,7 +53,9 @@ class Checkpoint(Source):
         self, folder: Path, model: str, revision: str | None, config: dict[str, Any], tensors: dict[str, TensorInfo]
     ) -> None:
         self.folder, self.model, self.revision = folder, model, revision
-        stored, tensors = tensors, unwrapped(tensors) if self.format == "float" else tensors
+        stored = tensors
+        if self.format == "float":
+            tensors = _with_embedding(config, unwrapped(tensors))
         self._renamed = next((pair for pair in zip(stored, tensors, strict=True) if pair[0] != pair[1]), None)
         self.config, self.whole_config, self.tensors = config, config, tensors
         self._files = sorted({info.file for info in tensors.values()})
@@ -81,7 +84,7 @@ class Checkpoint(Source):
         notes = list(_notes_of_index(self.folder))
         if self._renamed is not None:
             stored, name = self._renamed
-            notes.append(f"a module wrapper's prefix was cut from the names of tensors: {stored} is read as {name}")
+            notes.append(f"tensors have other names than in transformers' model: {stored} is read as {name}")
         return (*notes, *note_not_copied(self.folder))
 
     @property
@@ -107,6 +110,15 @@ class Checkpoint(Source):
 
     def tokenizer(self) -> Any:
         return load_tokenizer(self.folder)
+
+
+def _with_embedding(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Take a tied matrix that is stored under the output head's name alone for the embedding, as transformers does."""
+    if config.get("tie_word_embeddings") is not True or HEAD not in tensors or EMBEDDING in tensors:
+        return tensors
+    if not any(name.startswith("model.layers.") for name in tensors):
+        return tensors
+    return {EMBEDDING if name == HEAD else name: info for name, info in tensors.items()}
 
 
 def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:

@@ -133,7 +133,10 @@ class _GptqPacking(GroupedPacking):
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
         version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
         if not isinstance(version, str) or version not in VERSIONS:
-            raise ArtifactError(f"the checkpoint_format {shown(version)} is not supported, only gptq and gptq_v2 are")
+            raise ArtifactError(
+                f"the checkpoint_format {shown(version)} is not supported, only gptq and gptq_v2 are. Give the "
+                "unquantized model."
+            )
         return _GptqPacking(VERSIONS[version], bool(layer_overrides(quantization)))
 
     def notes(self, layout: Layout) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from torch import nn
 from quantkit.checkpoints.rows import FLOATS, Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
 from quantkit.models.architectures import running
-from quantkit.models.config import context_of, open_config
+from quantkit.models.config import context_of, open_config, padding_fix
 from quantkit.models.source import Source, refuse_other_values
 from quantkit.models.unfuse import READ_OUTSIDE, Origin, cut, hold_linears, left_alone, renamed, too_small
 from quantkit.numerics.matmul import use_products
@@ -107,7 +107,8 @@ def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = 
         with init_empty_weights(include_buffers=include_buffers), no_init_weights():
             return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
 
-    with told(f"the architecture {kind} is no causal language model that transformers can build", UnsupportedError):
+    what = f"the architecture {kind} is no causal language model that transformers can build"
+    with told(what, UnsupportedError, padding_fix(settings)):
         if context_of(config) > LONG_CONTEXT:
             _refuse_buffers(build(True), config)
         model = build(False)
@@ -154,7 +155,11 @@ def _found(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str, Ori
     if stored is not None:
         return stored, origin
     kind = type(skeleton.model).__name__
-    if parameter == weight_name(skeleton.model, skeleton.model.get_output_embeddings()):
+    head, table = (
+        weight_name(skeleton.model, part)
+        for part in (skeleton.model.get_output_embeddings(), skeleton.model.get_input_embeddings())
+    )
+    if parameter == head != table:
         raise UnsupportedError(
             f"the checkpoint {source.model} has no output head ({parameter}), and config.json does not tie it to the "
             f"embedding. Set tie_word_embeddings to true in config.json if they are the same; otherwise give a "

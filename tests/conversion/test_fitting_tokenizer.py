@@ -5,13 +5,14 @@ import json
 import pytest
 from edits import edit_json, put
 from tiny_architectures import save_architecture
-from tiny_models import CALIBRATION, changed_copy
+from tiny_models import CALIBRATION, EVALUATION, changed_copy
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quantkit import evaluate
 from quantkit.conversion.convert import convert
-from quantkit.errors import SourceError, UnsupportedError
+from quantkit.errors import EngineError, SourceError, UnsupportedError
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.models.config import note_beyond_context
 from quantkit.recipe import CalibrationSpec
@@ -68,6 +69,27 @@ def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refus
     assert "eos_token_id is [2, 304], and the embedding has 304 rows: the model cannot take or give this token" in notes
     used = with_added_token(tiny, tmp_path / "used", every_text=True)
     refused(used, "rtn", SourceError, "the tokenizer gives every text the token ids")
+
+
+def test_a_padding_token_without_a_row_is_named_where_transformers_builds_no_model(tiny, tmp_path):
+    folder = changed_copy(tiny, tmp_path / "model", pad_token_id=304)
+    says = "config.json has pad_token_id = 304, and the embedding has 304 rows: set it to null"
+    refused(folder, "rtn", UnsupportedError, says)
+    with pytest.raises(EngineError, match=says):
+        evaluate(str(folder), ["perplexity"], **EVALUATION)
+    edit_json(folder / "config.json", put("pad_token_id", value=None))
+    convert(str(folder), "rtn", out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(("method", "bits"), [("gguf", "Q8_0"), ("ctranslate2", "int8"), ("rtn", "4")])
+def test_ends_of_a_text_that_a_format_does_not_name_are_noted(method, bits, tiny, tmp_path):
+    folder = changed_copy(tiny, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    notes = convert(str(folder), method, bits, tmp_path / "out").manifest.notes
+    assert any("the model also ends a text with" in note and "(5)" in note for note in notes) == (method != "rtn")
+    edit_json(folder / "generation_config.json", put("eos_token_id", value=2))
+    notes = convert(str(folder), method, bits, tmp_path / "one").manifest.notes
+    assert not any("also ends a text" in note for note in notes)
 
 
 def test_the_advice_adds_the_rows(tiny, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from edits import edit_json, edit_tensors, put, rehash
-from tiny_models import CALIBRATION, prepare_job
+from tiny_models import CALIBRATION, changed_copy, prepare_job
 
 from quantkit import convert, open_artifact, verify
 from quantkit.artifact import MANIFEST
@@ -339,3 +339,14 @@ def test_a_layer_whose_values_are_lost_is_found(made):
     edit_tensors(artifact.folder, changed(f"{OUTPUT}.qweight", torch.bitwise_not))
     with pytest.raises(ArtifactError, match=rf"{OUTPUT}.weight reads back with a relative error of [12]"):
         check_values(job, artifact, Progress())
+
+
+@pytest.mark.parametrize(("bits", "noted"), [("Q8_0", True), ("Q4_K_M", False), ("BF16", False)])
+def test_values_that_eight_bits_lose_are_noted(bits, noted, tiny, tmp_path):
+    """Scales of Q8_0 are float16, where these values have next to no digits; of fewer bits much is lost anyway."""
+    name = f"{LAYER}.weight"
+    folder = changed_copy(
+        tiny, tmp_path / "model", lambda tensors: tensors.update({name: tensors[name].float() * 2e-5})
+    )
+    notes = convert(str(folder), "gguf", bits, tmp_path / "out").manifest.notes
+    assert any(f"{name} has lost values that {bits} cannot hold" in note for note in notes) == noted

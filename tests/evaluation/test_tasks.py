@@ -134,7 +134,8 @@ def test_what_cannot_run_is_refused_before_a_model_is_loaded(tiny, tmp_path, mon
     with pytest.raises(RecipeError, match="holds more than 50,000 files"):
         evaluate_tasks(str(tiny), ["choice"], include="/")
     monkeypatch.setattr(
-        "quantkit.evaluation.tasks.inspect_interpreter", lambda _python, modules: ([m for m in modules if m == "lm_eval"], "1")
+        "quantkit.evaluation.tasks.inspect_interpreter",
+        lambda _python, modules: ([m for m in modules if m == "lm_eval"], "1"),
     )
     with pytest.raises(DependencyError, match=r"quantkit\[tasks\]"):
         evaluate_tasks(str(tiny), ["wikitext"])

@@ -82,6 +82,16 @@ def test_other_tools_files_of_the_same_codes_give_the_same_values(name, change, 
     assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in ours)
 
 
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+def test_the_version_of_a_layout_that_only_quantize_config_names_counts(key, sources, tmp_path):
+    ours = read_values(sources("gptq").folder)
+    folder = foreign(sources("gptq"), tmp_path / "foreign", lambda c, t: (version_2(c, t), c.pop("checkpoint_format")))
+    own = quantization_of(folder) | {key: "gptq_v2"}
+    (folder / "quantize_config.json").write_text(json.dumps(own))
+    theirs = read_values(folder)
+    assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in ours)
+
+
 @pytest.mark.parametrize(
     ("name", "place"),
     [("gptq", "quantize_config.json"), ("awq", "quant_config.json"), ("compressed-tensors", "compression_config")],

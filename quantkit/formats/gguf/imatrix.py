@@ -74,7 +74,9 @@ def read_imatrix(path: Path) -> Values:
         raise RecipeError(f"imatrix_file: {path} holds no importance.")
     for name, values in importance.items():
         if not np.isfinite(values).all() or bool((values < 0).any()):
-            raise RecipeError(f"imatrix_file: {path} holds NaN, infinite or negative values for {name}.")
+            raise RecipeError(
+                f"imatrix_file: {path} holds NaN, infinite or negative values for {name}. Measure it anew."
+            )
     return importance
 
 
