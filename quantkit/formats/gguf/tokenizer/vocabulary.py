@@ -122,7 +122,7 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
-    with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError, "Fix tokenizer.json."):
+    with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError):
         _refuse_ids(source, tokenizer, size)
         data = json.loads(backend.to_str())
         algorithm = _algorithm(source.architecture, tokenizer, data)
