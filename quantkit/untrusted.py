@@ -46,9 +46,6 @@ def reraise_as(what: str, error: Raised, fix: str = "") -> Iterator[None]:
         raise error(f"{what}: {reason_of(raised)}. {fix}".rstrip()) from raised
 
 
-told = reraise_as  # its old name, until all callers have the new one
-
-
 @contextmanager
 def silenced() -> Iterator[None]:
     """Silence standard error: a panic of a Rust library prints itself before it becomes an exception."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import ArtifactError, SourceError
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     from safetensors import safe_open
 
     what = f"{path} is truncated, damaged, or not a safetensors file ({path.stat().st_size} bytes)"
-    with told(what, SourceError, AGAIN), safe_open(path, "np"), path.open("rb") as file:
+    with reraise_as(what, SourceError, AGAIN), safe_open(path, "np"), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(length))
     entries.pop("__metadata__", None)

@@ -27,7 +27,7 @@ from quantkit.report.card import MethodText, add_card, inherited_metadata, rende
 from quantkit.system.device import device_label
 from quantkit.system.files import replace_text
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import parse_json, shown, told
+from quantkit.untrusted import parse_json, reraise_as, shown
 
 DTYPES = ("float16", "bfloat16", "float32")  # of an imported GGUF file
 OF_A_RANK = ("device", "batch_tokens")  # keys of a fingerprint that may differ between ranks
@@ -186,7 +186,7 @@ def _restored(folder: Path) -> Findings | None:
 
 def _refuse_unwritable(job: CheckedJob, folder: Path, text: MethodText, inherited: dict[str, Any]) -> None:
     """Raise SourceError where manifest or card could not be written at the end, whatever the source's files hold."""
-    with told(f"no manifest and card can be written for {shown(job.source.name)}", SourceError):
+    with reraise_as(f"no manifest and card can be written for {shown(job.source.name)}", SourceError):
         draft = make_manifest(job, Run(folder)).model_copy(update={"weight_files": ("weights",)})
         render(draft, text, inherited).encode()
         parse(Manifest, parse_json(draft.to_text(), "the manifest", SourceError), "the manifest")

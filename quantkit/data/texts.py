@@ -22,7 +22,7 @@ import numpy as np
 
 from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
 from quantkit.errors import TextError
-from quantkit.untrusted import path_of, read_text, told
+from quantkit.untrusted import path_of, read_text, reraise_as
 
 Split = Literal["calibration", "evaluation"]
 Part = str | Conversation
@@ -110,7 +110,7 @@ def _wikitext(split: Split) -> Text | None:
     except (OSError, ValueError, HTTPException):
         return None
     option = "--text" if split == "evaluation" else "--calibration-text"
-    with told("WikiText-2 could not be loaded from the hub", TextError, f"Give a file with {option}."):
+    with reraise_as("WikiText-2 could not be loaded from the hub", TextError, f"Give a file with {option}."):
         import datasets  # takes half a second, so only where there is something to load
 
         rows = datasets.load_dataset(*WIKITEXT, split=HUB_SPLIT[split])

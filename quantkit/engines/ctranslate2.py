@@ -19,7 +19,7 @@ from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, UnsupportedError, missing_package
 from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary
 from quantkit.system.processor import cpuinfo
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,7 +66,7 @@ class Ct2Generator:
         ctranslate2 = import_engine()
         open_ct2_model(folder / "model.bin")
         self._vocabulary = read_vocabulary(folder / "vocabulary.json")
-        with told(f"CTranslate2 cannot open {folder}", EngineError):
+        with reraise_as(f"CTranslate2 cannot open {folder}", EngineError):
             self._generator = ctranslate2.Generator(
                 str(folder), device="cpu", compute_type=compute_type, intra_threads=threads, inter_threads=1
             )
@@ -84,7 +84,7 @@ class Ct2Generator:
         Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
         """
         self._refuse_ids(ids)
-        with told(f"CTranslate2 failed on a window of {len(ids)} tokens", EngineError):
+        with reraise_as(f"CTranslate2 failed on a window of {len(ids)} tokens", EngineError):
             answer = np.asarray(self._generator.forward_batch([ids]))
         if answer.shape != (want := (1, len(ids), len(self._vocabulary))):
             raise EngineError(f"CTranslate2 answered with the shape {answer.shape}, expected {want}")

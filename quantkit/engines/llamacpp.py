@@ -14,7 +14,7 @@ from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
 from quantkit.recipe import AUTO
 from quantkit.system.device import CPU
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -154,7 +154,7 @@ def _load(model: Model, spec: LoadSpec) -> LlamaModel:
     llama_cpp = _library()
     _silence(llama_cpp)
     llama_cpp.llama_backend_init()
-    with told(f"llama.cpp cannot load {model.folder}", EngineError):
+    with reraise_as(f"llama.cpp cannot load {model.folder}", EngineError):
         return LlamaModel(llama_cpp, str(model.weight_files[0]), spec)
 
 

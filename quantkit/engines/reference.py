@@ -47,7 +47,7 @@ from quantkit.numerics.matmul import products_everywhere
 from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.system.device import find_device
 from quantkit.system.memory import trim_heap
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -278,7 +278,7 @@ def _narrow(stored: Value | Rows, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _load(model: Model, spec: LoadSpec) -> LoadedModel:
-    with told(f"our own reader cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
+    with reraise_as(f"our own reader cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
         torch.set_num_threads(spec.threads)
         skeleton = open_skeleton(model.config)
         values: _Values

@@ -15,7 +15,7 @@ from quantkit.models.config import open_config, padding_fix
 from quantkit.models.skeleton import leftovers, load_whole, open_skeleton
 from quantkit.models.text_half import is_multimodal
 from quantkit.system.device import find_device
-from quantkit.untrusted import read_object, told
+from quantkit.untrusted import read_object, reraise_as
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -31,7 +31,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     _refuse_misread(model, spec.dtype, spec.device)
     torch.set_num_threads(spec.threads)
     device = None if spec.device == "cpu" else spec.device
-    with told(f"transformers cannot load {model.folder}", EngineError, padding_fix(open_config(model.config))):
+    with reraise_as(f"transformers cannot load {model.folder}", EngineError, padding_fix(open_config(model.config))):
         if model.source is not None and (model.source.text_prefixes is not None or not model.source.own_files):
             loaded, about = load_whole(model.source, dtype=spec.dtype or model.dtype, device_map=device)
         else:

@@ -18,7 +18,7 @@ from quantkit.contracts.model import Model
 from quantkit.errors import DependencyError, EngineError, RecipeError
 from quantkit.recipe import AUTO
 from quantkit.system.device import CPU
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,7 @@ def _import() -> ModuleType:
 
 def _load(model: Model, spec: LoadSpec) -> VllmModel:
     vllm, dtype = _import(), spec.dtype or "bfloat16"
-    with told(f"vLLM cannot load {model.folder}", EngineError):
+    with reraise_as(f"vLLM cannot load {model.folder}", EngineError):
         llm = vllm.LLM(
             model=str(model.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
             max_num_batched_tokens=max(LEAST_BATCH, spec.n_ctx + 1), enable_prefix_caching=False,

@@ -33,7 +33,7 @@ from quantkit.report.records import BaselineEntry
 from quantkit.report.statistics import mean_and_error
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import replace_text, sha256_of
-from quantkit.untrusted import read_object, told
+from quantkit.untrusted import read_object, reraise_as
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str]
     if (facts := files.read_facts()) is not None:
         return facts
     lock = FileLock(files.lock)
-    with told(f"the cache folder {folder()} cannot be written", EngineError, ANOTHER_PLACE):
+    with reraise_as(f"the cache folder {folder()} cannot be written", EngineError, ANOTHER_PLACE):
         folder().mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
@@ -116,7 +116,7 @@ def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str]
             return facts
         if files.facts.exists() or files.states.exists():
             say(f"the baseline {files.states.name} was damaged and is computed again")
-            with told(f"{files.states} is damaged and cannot be removed", EngineError, ANOTHER_PLACE):
+            with reraise_as(f"{files.states} is damaged and cannot be removed", EngineError, ANOTHER_PLACE):
                 files.facts.unlink(missing_ok=True)
                 files.states.unlink(missing_ok=True)
         make()

@@ -27,7 +27,7 @@ from quantkit.recipe import MemoryLimits
 from quantkit.system.device import CPU, memory_of
 from quantkit.system.memory import GROWTH, free_memory
 from quantkit.system.sizes import in_one_unit
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 MB = 1_000_000
@@ -100,7 +100,7 @@ class ModelDims:
 def dims_of(config: dict[str, Any]) -> ModelDims:
     """Return the sizes of the model of a config.json; raises UnsupportedError."""
     settings = open_config(config).get_text_config()
-    with told("the sizes in config.json cannot be used", UnsupportedError):
+    with reraise_as("the sizes in config.json cannot be used", UnsupportedError):
         hidden = int(settings.hidden_size)
         inner = getattr(settings, "intermediate_size", None) or getattr(settings, "ffn_dim", None) or 4 * hidden
         values = beside_states(settings)

@@ -25,7 +25,7 @@ from quantkit.report.records import Measurement
 from quantkit.system import forking
 from quantkit.system.interpreter import lent_code
 from quantkit.system.ranks import without_ranks
-from quantkit.untrusted import shown, told
+from quantkit.untrusted import reraise_as, shown
 
 # The thread counts of OpenMP, OpenBLAS and MKL; all are set, since the user may have set one.
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -159,7 +159,7 @@ def _read_events(events: Iterable[str], what: str, progress: Progress) -> ChildR
     tasks: dict[str, Any] = {}
     steps: dict[str, Step] = {}
     for line in events:
-        with told(what, EngineError):
+        with reraise_as(what, EngineError):
             [(kind, content)] = json.loads(line).items()
             match kind, content:
                 case "step", dict():

@@ -31,7 +31,7 @@ from quantkit.system.device import device_label
 from quantkit.system.interpreter import inspect_interpreter
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import path_of, told
+from quantkit.untrusted import path_of, reraise_as
 
 MOST_FILES = 50_000  # below the folder of further tasks; lm-eval brings some 15,000
 MAX_NEW_TOKENS = 256  # of an answer, if a task names no number
@@ -118,7 +118,7 @@ def run_tasks(loaded: LoadedModel, model: Model, spec: TaskSpec, progress: Progr
     except ImportError as error:
         raise missing_package("lm-eval", "tasks", error) from None
     what = f"lm-eval cannot run {', '.join(spec.tasks)}"
-    with told(what, RecipeError):
+    with reraise_as(what, RecipeError):
         manager = TaskManager(include_path=spec.include, include_defaults=False)
         if not set(spec.tasks) <= set(manager.all_subtasks):
             manager = TaskManager(include_path=spec.include)  # reads thousands of files
@@ -128,7 +128,7 @@ def run_tasks(loaded: LoadedModel, model: Model, spec: TaskSpec, progress: Progr
             f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists them; add yours with --include."
         )
     harness_model = _as_harness_model(loaded, model.tokenizer(), longest(model, spec), progress)
-    with told(what, RecipeError):
+    with reraise_as(what, RecipeError):
         answer = lm_eval.simple_evaluate(
             model=harness_model, tasks=list(spec.tasks), task_manager=manager, num_fewshot=spec.num_fewshot,
             limit=spec.limit, log_samples=False, apply_chat_template=spec.chat_template,

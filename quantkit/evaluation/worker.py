@@ -31,7 +31,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import ModelRef
 from quantkit.system.memory import peak_rss_bytes, restart_peak
 from quantkit.system.threads import end_with_parent
-from quantkit.untrusted import read_text, told
+from quantkit.untrusted import read_text, reraise_as
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -94,7 +94,7 @@ def _open_baseline(ref: BaselineRef) -> baseline.Baseline:
 
 
 def _read_cut(path: str) -> Cut:
-    with told(f"the token windows in {path} cannot be read", EngineError):
+    with reraise_as(f"the token windows in {path} cannot be read", EngineError):
         return load_cut(Path(path))
 
 

@@ -39,7 +39,7 @@ from quantkit.models.skeleton import Skeleton, linears_to_quantize, open_skeleto
 from quantkit.models.source import Source
 from quantkit.models.unfuse import renamed
 from quantkit.numerics.normal_float import STATES, NormalFloatWeight
-from quantkit.untrusted import shown, silenced, told
+from quantkit.untrusted import reraise_as, shown, silenced
 
 CALLED = {"nf4": "4-bit NormalFloat", "fp4": "4-bit floats (FP4)"}
 SCALES, ORDER = "SCB", "weight_format"
@@ -177,11 +177,11 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
 
     def shape(self, layer: StoredLayer) -> tuple[int, int]:
         unread = torch.empty(layer.shape("weight"), dtype=getattr(torch, layer.dtype("weight")), device="meta")
-        with told(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
+        with reraise_as(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
             return self.unpack({"weight": unread} | layer.read([self._state]), 4).shape
 
     def value(self, layer: StoredLayer, weight: NormalFloatWeight) -> torch.Tensor:
-        with told(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
+        with reraise_as(f"{layer.folder}: {layer.name} cannot be read", ArtifactError, "Convert again."):
             value = weight.dense()
         origin = self._skeleton.origins.get(layer.name)
         return value.T if origin is not None and origin.transposed and origin.expert is None else value

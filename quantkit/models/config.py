@@ -21,7 +21,7 @@ from quantkit.checkpoints.side_files import TOKENIZER_SETTINGS, copy_side_files,
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.system.modules import importing
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import DEEPEST, depth_exceeds, read_object, shown, silenced, told, whole_number
+from quantkit.untrusted import DEEPEST, depth_exceeds, read_object, reraise_as, shown, silenced, whole_number
 
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 # Architectures with a table of positions, which ends.
@@ -183,7 +183,7 @@ def open_config(config: dict[str, Any]) -> Any:
         plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
         (folder / "config.json").write_text(json.dumps(plain), encoding="utf-8")
         what = f"transformers cannot read the config.json of the architecture {shown(config.get('model_type'))}"
-        with told(what, UnsupportedError):
+        with reraise_as(what, UnsupportedError):
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -206,10 +206,10 @@ def load_tokenizer(folder: Path) -> Any:
     # transformers mistakes a damaged SentencePiece model for one of tiktoken.
     bare = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
     fix = "If its tokenizer.model should be a SentencePiece model, it is damaged: fetch it again." if bare else ""
-    with _without_code(folder) as place, told(what, SourceError, fix), silenced():
+    with _without_code(folder) as place, reraise_as(what, SourceError, fix), silenced():
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     fix = "Fetch the tokenizer's files again."
-    with told(f"the tokenizer in {folder} cannot encode and decode a text", SourceError, fix), silenced():
+    with reraise_as(f"the tokenizer in {folder} cannot encode and decode a text", SourceError, fix), silenced():
         ids = tokenizer(PROBE, verbose=False)["input_ids"]
         places = tokenizer.get_vocab().values()
         tokenizer.decode(ids)
@@ -262,7 +262,7 @@ def _refuse_template(template: Any, folder: Path) -> None:
         if not isinstance(text, str):
             raise SourceError(f"the tokenizer in {folder} has the chat template {shown(text)}, which is no text")
         what = f"the chat template of the tokenizer in {folder} cannot be read"
-        with told(what, SourceError, "Fix it, or remove it."):
+        with reraise_as(what, SourceError, "Fix it, or remove it."):
             Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(text)  # parsed, never rendered
 
 

@@ -26,7 +26,7 @@ from quantkit.models.source import Source, refuse_other_values
 from quantkit.models.unfuse import READ_OUTSIDE, Origin, cut, hold_linears, left_alone, renamed, too_small
 from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
-from quantkit.untrusted import shown, told
+from quantkit.untrusted import reraise_as, shown
 
 LONG_CONTEXT = 1 << 14  # tokens; beyond, the size of buffers is checked before they are made
 MOST_BUFFER_BYTES = 1 << 30
@@ -108,7 +108,7 @@ def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = 
             return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
 
     what = f"the architecture {kind} is no causal language model that transformers can build"
-    with told(what, UnsupportedError, padding_fix(settings)):
+    with reraise_as(what, UnsupportedError, padding_fix(settings)):
         if context_of(config) > LONG_CONTEXT:
             _refuse_buffers(build(True), config)
         model = build(False)

@@ -22,7 +22,7 @@ from quantkit.models.architectures import Signal, block_of, running
 from quantkit.models.config import EXPERTS
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter, tables
 from quantkit.models.unfuse import EXPERT
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 TOKENS = 16
 LARGE_BLOCK = 1 << 25  # parameters; beyond, the stand-in is narrower
@@ -208,7 +208,7 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
     for index, block in enumerate(tried.blocks):
         kinds.setdefault(_kind(block), []).append(index)
     what = f"{type(skeleton.model).__name__}: its blocks cannot be tried out one by one"
-    with told(what, UnsupportedError):
+    with reraise_as(what, UnsupportedError):
         arguments, hidden = _arguments(tried)
     shared: dict[Any, tuple[torch.Tensor, ...]] = {}
     for indices in kinds.values():  # in the order of their first blocks, whose shared values are there then
@@ -220,7 +220,7 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
         names = tuple(name.removesuffix(".weight") for name in linears)
         stand_in = StandIn(indices, module, arguments[first], hidden, names, settings, dict(shared))
         if any(map(is_shelf, (*stand_in.arguments[0], *stand_in.arguments[1].values()))):
-            with told(what, UnsupportedError):
+            with reraise_as(what, UnsupportedError):
                 shared |= stand_in.outputs(dict(module.named_parameters()))[1]
         yield stand_in
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from quantkit.errors import UnsupportedError
 from quantkit.models.config import open_config
-from quantkit.untrusted import shown, told
+from quantkit.untrusted import reraise_as, shown
 
 TEXT = "text_config"
 BASE, HEAD = "model.", "lm_head."  # what a causal language model's names begin with
@@ -127,7 +127,7 @@ def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable
     own = stated_of(config)
     own["tie_word_embeddings"] = not any(name.startswith(prefixes.head) for name in names)
     what = f"the text half of {shown(config.get('model_type'))} is not known to transformers"
-    with told(what, UnsupportedError):
+    with reraise_as(what, UnsupportedError):
         whole = open_config(dict(config)).get_text_config().to_dict()
         kind = str(whole.get("model_type"))
         own.setdefault("model_type", SAME_AS.get(kind, kind))

@@ -17,7 +17,7 @@ import numpy as np
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import AGAIN, Ct2Model
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 # rows of the fused weight (rows, ...) and the transformers configuration -> {module name: rows of the source}
 Unfuse = Callable[[np.ndarray, Any], dict[str, np.ndarray]]
@@ -315,7 +315,7 @@ class SourceTensors:
             modules = {names[part]: values}
         elif part == "self_attention/linear_0" and leaf in LEAVES:
             what = f"{self._model.path}: the variable {variable} does not fit the heads of the source's config.json"
-            with told(what, ArtifactError, AGAIN):
+            with reraise_as(what, ArtifactError, AGAIN):
                 modules = family.unfuse(values, self._config)
         else:
             raise ArtifactError(f"{self._model.path}: the variable {variable} has no place in the architecture")

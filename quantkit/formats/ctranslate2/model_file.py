@@ -27,7 +27,7 @@ import numpy as np
 
 from quantkit.checkpoints.rows import to_float32
 from quantkit.errors import ArtifactError
-from quantkit.untrusted import read_json, read_object, shown, told
+from quantkit.untrusted import read_json, read_object, reraise_as, shown
 
 VERSION = 6
 SPEC, REVISION = "TransformerDecoderSpec", 8
@@ -161,7 +161,7 @@ def open_ct2_model(path: str | Path) -> Ct2Model:
     path = Path(path)
     if not path.is_file() or path.stat().st_size < 4:
         raise ArtifactError(f"{path} is missing or empty. {AGAIN}")
-    with told(f"{path} cannot be read", ArtifactError, AGAIN), path.open("rb") as file:
+    with reraise_as(f"{path} cannot be read", ArtifactError, AGAIN), path.open("rb") as file:
         return _read(_Cursor(path, file))
 
 

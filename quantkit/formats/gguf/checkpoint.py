@@ -35,7 +35,7 @@ from quantkit.models.config import load_tokenizer
 from quantkit.models.skeleton import open_skeleton, refuse_shapes, source_name
 from quantkit.models.source import Source
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import read_object, shown, told
+from quantkit.untrusted import read_object, reraise_as, shown
 
 # Settings that transformers leaves out for some architectures. llama.cpp scales queries by the head's size.
 LEFT_OUT = {
@@ -82,7 +82,7 @@ class GgufCheckpoint(Source):
         self.config |= {ROWS: shapes[TABLE][0]} if TABLE in shapes else {}  # and as many rows as tokens
         self.whole_config = self.config
         try:
-            with told(f"{path} cannot be read as a checkpoint", ArtifactError, GIVE_CONFIG):
+            with reraise_as(f"{path} cannot be read as a checkpoint", ArtifactError, GIVE_CONFIG):
                 _refuse_other_meaning(self, keys, rope_divisors(path))
         except (SourceError, UnsupportedError) as error:
             raise UnsupportedError(
@@ -157,7 +157,7 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
     from transformers import AutoConfig
 
     with (
-        told(f"{path}: transformers cannot read its keys as a config.json", ArtifactError, GIVE_CONFIG),
+        reraise_as(f"{path}: transformers cannot read its keys as a config.json", ArtifactError, GIVE_CONFIG),
         _keys_alone(path, keys, tokenizer=False) as alone,
     ):
         settings = AutoConfig.from_pretrained(alone.parent, gguf_file=alone.name)
@@ -184,7 +184,7 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
         raise DependencyError(f"the tokenizer in {path} is proven by llama-cpp-python, which is missing. {fix}")
     what = f"{path}: transformers cannot rebuild its tokenizer"
     text = PROBE + SPACES + sample_text("calibration").content[:SAMPLE]
-    with told(what, UnsupportedError, fix), _keys_alone(path, keys, tokenizer=True) as alone:
+    with reraise_as(what, UnsupportedError, fix), _keys_alone(path, keys, tokenizer=True) as alone:
         rebuilt = AutoTokenizer.from_pretrained(alone.parent, gguf_file=alone.name)
         ours = rebuilt(text, add_special_tokens=False)["input_ids"]
         for key, name in SPECIAL.items():

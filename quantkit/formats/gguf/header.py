@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.ggml.library import block_type
 from quantkit.system.sizes import bits_per_weight
-from quantkit.untrusted import shown, told
+from quantkit.untrusted import reraise_as, shown
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
@@ -132,7 +132,7 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read the header of `path`; raise ArtifactError for no GGUF file, or one that is cut short."""
-    with told(f"{path} is no GGUF file that can be read", ArtifactError, FIX), path.open("rb") as file:
+    with reraise_as(f"{path} is no GGUF file that can be read", ArtifactError, FIX), path.open("rb") as file:
         return _Parser(file, path).header()
 
 

@@ -14,7 +14,7 @@ from quantkit.formats.gguf.architectures.record import Architecture, Setting, of
 from quantkit.formats.gguf.rope import MOST, rope_of
 from quantkit.formats.gguf.shapes import ModelShape, Value
 from quantkit.models.source import Source
-from quantkit.untrusted import shown, told, whole_number
+from quantkit.untrusted import reraise_as, shown, whole_number
 
 
 def _head_size(config: Any) -> int:
@@ -59,7 +59,7 @@ def find_architecture(source: Source) -> Architecture:
 def read_shape(source: Source) -> ModelShape:
     """Read config.json; raise SourceError, UnsupportedError, also for what would load but compute something else."""
     row, config = find_architecture(source), source.settings
-    with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
+    with reraise_as(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
         for name, known in row.required_config.items():
             allowed = known(config) if callable(known) else known
             allowed = allowed if isinstance(allowed, tuple) else (allowed,)

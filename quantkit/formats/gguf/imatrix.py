@@ -20,7 +20,7 @@ from quantkit.formats.gguf.file_types import block_of, stays_float
 from quantkit.formats.gguf.ggml.library import FAINTEST, WEIGHTED
 from quantkit.formats.gguf.header import Stored, read_header
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
-from quantkit.untrusted import shown, told
+from quantkit.untrusted import reraise_as, shown
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 LARGEST_NAME = 1 << 12  # bytes; a longer one in an old file is no name
@@ -63,7 +63,7 @@ def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: Calibr
 
 def read_imatrix(path: Path) -> Values:
     """Return mean squared inputs (experts or 1, columns) float32 by tensor name; raise RecipeError."""
-    with told(f"imatrix_file: {path} cannot be read as an importance file", RecipeError):
+    with reraise_as(f"imatrix_file: {path} cannot be read as an importance file", RecipeError):
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
         try:

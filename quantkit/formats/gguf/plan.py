@@ -22,7 +22,7 @@ from quantkit.formats.gguf.shapes import KEY_HEADS, QUERY_HEADS, ModelShape
 from quantkit.formats.gguf.slots import Slot, is_taken, slots_of
 from quantkit.formats.gguf.stacks import unstacked
 from quantkit.models.source import Source
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 # Buffers that old checkpoints store and every engine computes.
 IGNORED = (
@@ -158,7 +158,7 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
         kind = ZEROS if not parts and choice.type in IMPORTANCE_ONLY else choice.type
         tensors.append(PlannedTensor(name, kind, shapes[name], parts, slot))
         if parts:
-            with told(f"{source.model}: the rows of {name} cannot be put in order", UnsupportedError):
+            with reraise_as(f"{source.model}: the rows of {name} cannot be put in order", UnsupportedError):
                 _ = slot.rows, slot.columns
     return Plan(source, row, shape, tuple(tensors), choices, filled.scalars)
 

@@ -12,7 +12,7 @@ from quantkit.formats.gguf.plan import fill_slots
 from quantkit.formats.gguf.slots import is_taken
 from quantkit.models.overrides import Multipliers, OverriddenSource, multiplied, padded, rows_times
 from quantkit.models.source import Source
-from quantkit.untrusted import told
+from quantkit.untrusted import reraise_as
 
 TABLE, ROWS = "model.embed_tokens_per_layer.weight", "vocab_size_per_layer_input"
 
@@ -32,7 +32,7 @@ def _with_multipliers_inside(source: Source) -> Source:
         return source
     factors: dict[str, Multipliers] = {}
     copies: dict[str, str] = {}
-    with told(f"{source.model}: config.json lacks what multiplies its weights", SourceError):
+    with reraise_as(f"{source.model}: config.json lacks what multiplies its weights", SourceError):
         given = {part: of_config(own, setting) for part, setting in row.multipliers.items()}
     embedding = next((name for name in source.tensors if EMBEDDING.endswith(name)), None)
     if own.tie_word_embeddings and embedding is not None and given[EMBEDDING] != given[row.head]:
@@ -54,7 +54,7 @@ def _fitted(source: Source) -> Source:
     if row is None or not row.shares_keys:
         return source
     own = source.settings
-    with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
+    with reraise_as(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
         own_blocks = own.num_hidden_layers - own.num_kv_shared_layers
         tokens, rows = own.vocab_size, getattr(own, ROWS, 0)
     dropped = [name for name in source.tensors if is_taken(name, row, own_blocks)]

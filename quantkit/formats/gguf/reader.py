@@ -26,7 +26,7 @@ from quantkit.formats.gguf.row_orders import concatenated, in_order
 from quantkit.formats.gguf.shapes import ModelShape
 from quantkit.formats.gguf.slots import Slot, is_taken, slots_of
 from quantkit.formats.gguf.stacks import restacked
-from quantkit.untrusted import shown, told
+from quantkit.untrusted import reraise_as, shown
 
 ROPE = "rope_"  # how names of tensors begin that are computed
 MOST_FILES = 99_999
@@ -61,7 +61,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
         read = partial(_rows, path, _of_shape(path, given, slot.shape))
         if is_taken(slot.parts[0], row, shape.own_blocks):  # nothing reads it
             continue
-        with told(f"{path}: the rows of {slot.name} cannot be put in order", ArtifactError, FIX):
+        with reraise_as(f"{path}: the rows of {slot.name} cannot be put in order", ArtifactError, FIX):
             _ = slot.rows, slot.columns
         if slot.transform.split:
             split.setdefault(slot.parts[0], []).append((slot, read))
@@ -105,7 +105,7 @@ def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
     """Read rows of a tensor. They are not mapped: mapped pages would count as memory."""
     row = tensor.nbytes // tensor.rows
     stored = np.fromfile(path, np.uint8, (stop - start) * row, offset=tensor.start + start * row)
-    with told(f"{path}: the tensor {tensor.name} cannot be read", ArtifactError, FIX):
+    with reraise_as(f"{path}: the tensor {tensor.name} cannot be read", ArtifactError, FIX):
         return dequantize(tensor.type, stored.reshape(stop - start, row), tensor.shape[-1])
 
 

@@ -31,7 +31,7 @@ from quantkit.formats.gguf.tokenizer.algorithms import (
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
 from quantkit.models.config import ADD_ROWS
 from quantkit.models.source import Source
-from quantkit.untrusted import read_object, shown, told
+from quantkit.untrusted import read_object, reraise_as, shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
@@ -122,7 +122,7 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
-    with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError):
+    with reraise_as(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError):
         _refuse_ids(source, tokenizer, size)
         data = json.loads(backend.to_str())
         algorithm = _algorithm(source.architecture, tokenizer, data)
