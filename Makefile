@@ -75,7 +75,7 @@ tests: $(STAMP)
 
 test-all: test
 	@$(MAKE) --no-print-directory slow-tests bench-fuzz
-	@$(MAKE) --no-print-directory bench-mutants ARGS="--record"
+	@$(MAKE) --no-print-directory bench-mutants ARGS="--record --per-room 3"
 
 slow-tests: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
