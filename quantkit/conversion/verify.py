@@ -1,4 +1,7 @@
-"""Read an artifact back from its own bytes, tensor by tensor, and compare it with its manifest and its source."""
+"""Read an artifact back from its own bytes, tensor by tensor, and compare it with its manifest.
+
+After a conversion `check_values` also compares it with its source; `verify`, any time later, has none.
+"""
 
 from __future__ import annotations
 

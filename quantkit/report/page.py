@@ -212,7 +212,7 @@ def _best_report(reports: Sequence[Report], name: str) -> tuple[Report | None, b
     having = [(report, figure) for report in reports if (figure := report.find(name)) is not None]
     if not having:
         return None, False
-    sign = -1 if name.startswith(HIGHER) else 1
+    sign = -1 if HIGHER.match(name) else 1
     place = min(range(len(having)), key=lambda i: sign * having[i][1].value)
     return having[place][0], len(having) == 1 or best([figure for _, figure in having]) == place
 

@@ -7,6 +7,7 @@ docs/measuring.md.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from quantkit.report.records import Measurement
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
-HIGHER = ("same_top_p", "pp", "tg", "answers_tokens_per_second")  # is better; of all other figures lower is
+# Names of figures of which more is better; of all others less is.
+HIGHER = re.compile(r"same_top_p|(pp|tg)\d|answers_tokens_per_second")
 EXACT = ("weight_bytes", "bits_per_weight")
 CONFIDENCE = 0.95
 LEAST = 4  # windows or repeats for a reliable error
@@ -48,7 +50,7 @@ def best(figures: Sequence[Measurement | None]) -> int | None:
 
 def _better(one: Measurement, other: Measurement) -> bool:
     gain = other.value - one.value
-    if one.name.startswith(HIGHER):
+    if HIGHER.match(one.name):
         gain = -gain
     if one.name in EXACT:
         return gain > 0
