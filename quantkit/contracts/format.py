@@ -186,10 +186,11 @@ class Format:
     """One kind of files.
 
     `holds` is what methods make that it can store; none: it is read as a source only. `loading` says how each engine
-    takes it, the one that its users run first; of those with `values` the first computes baselines. `servers` load it, too, and quantkit only prints how they are started:
-    arguments that their commands need, by name. recognizes(path) says whether a folder or file is of this kind.
-    open(path, weight_files, config) reads: `config` is the source's config.json, where it is known. check(source,
-    skeleton, layout) refuses what the format cannot hold, before any long work. writer(source, skeleton, run, layout)
+    takes it, the one that its users run first; of those with `values` the first computes baselines. `servers` load it,
+    too, and quantkit only prints how they are started: arguments that their commands need, by name. recognizes(path)
+    says whether a folder or file is of this kind. open(path, weight_files, config) reads: `config` is the source's
+    config.json, where it is known. check(source, skeleton, layout) refuses what the format cannot hold, before any long
+    work. writer(source, skeleton, run, layout)
     takes tensors as they come; None where the order of a file's parts is fixed, or its engine writes it.
     open_quantized(path, weight_files, config) reads what other tools wrote, as a source; None where it cannot. `kinds`
     are all that it holds. refusals(quantization) are reasons why engines cannot take a folder whose config.json has
