@@ -308,7 +308,8 @@ def test_a_tied_weight_that_is_stored_twice(folder, method):
     convert(
         str(changed_copy(folder, Path("tied"), lambda tensors: tensors.pop("lm_head.weight"))), method, out="without"
     )
-    edit_tensors(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    # The head alone is the embedding, as in transformers (checkpoints/test_wrapped_names.py); neither is refused.
+    edit_tensors(folder, lambda tensors: (tensors.pop("model.embed_tokens.weight"), tensors.pop("lm_head.weight")))
     refused(folder, "model.embed_tokens.weight", method=method)
 
 
