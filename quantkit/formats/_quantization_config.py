@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' former one
 # Files of AutoGPTQ and AutoAWQ, with the method where they name none.
-FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-VERSIONS = ("checkpoint_format", "format")  # where GPTQModel names the version of GPTQ's layout
+GPTQ_FILE = "quantize_config.json"
+FILES = {GPTQ_FILE: "gptq", "quant_config.json": "awq"}
+VERSION_KEYS = ("checkpoint_format", "format")  # where GPTQModel names the version of GPTQ's layout
 GPTQ, GPTQ_V2 = ({"quant_method": "gptq", "checkpoint_format": name} for name in ("gptq", "gptq_v2"))
 AWQ = {"quant_method": "awq", "version": "gemm"}
 # What AutoRound calls `packing_format`, and `backend` before version 0.5.
@@ -60,11 +61,11 @@ def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
 
 def _with_version(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Add the version of GPTQ's layout if only quantize_config.json names it: GPTQModel reads that file first."""
-    path = folder / next(iter(FILES))
-    if any(settings.get(name) for name in VERSIONS) or not path.is_file():
+    path = folder / GPTQ_FILE
+    if any(settings.get(name) for name in VERSION_KEYS) or not path.is_file():
         return settings
     own = read_object(path, ArtifactError)
-    return settings | {name: own[name] for name in VERSIONS if name in own}
+    return settings | {name: own[name] for name in VERSION_KEYS if name in own}
 
 
 def _of_auto_round(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.registry import find_format, formats
 from quantkit.contracts.stored import NamedReader
 from quantkit.errors import ArtifactError, RecipeError, SourceError
-from quantkit.formats._quantization_config import FILES, KEYS, source_quantization
+from quantkit.formats._quantization_config import FILES, GPTQ_FILE, KEYS, source_quantization
 from quantkit.formats.float import Checkpoint, read_folder
 from quantkit.models.text_half import config_of, prefixes_of
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -68,7 +68,8 @@ class QuantizedCheckpoint(Checkpoint):
 
     @property
     def hashed_files(self) -> list[str]:
-        return list(dict.fromkeys((*super().hashed_files, self._said_in)))
+        said_in = [self._said_in, *([GPTQ_FILE] if (self.folder / GPTQ_FILE).is_file() else [])]
+        return list(dict.fromkeys((*super().hashed_files, *said_in)))
 
     def is_dequantized(self, name: str) -> bool:
         return name in self.quantized or name in self._other_codes

@@ -25,13 +25,19 @@ from quantkit.formats import _grouped_codes as grouped
 from quantkit.formats._bit_packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._grouped_codes import OTHERS, GroupedPacking
 from quantkit.formats._packed_layers import AGAIN, LayerWriter, Parts, StoredLayer
-from quantkit.formats._quantization_config import Untouched, layer_overrides, quantization_of, recognizes
+from quantkit.formats._quantization_config import (
+    GPTQ_FILE,
+    VERSION_KEYS,
+    Untouched,
+    layer_overrides,
+    quantization_of,
+    recognizes,
+)
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import read_object, shown
 
-SETTINGS = "quantize_config.json"
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what zero points are stored less
 SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
 HEAD_READERS = "vLLM and GPTQModel find the quantized output head; transformers' own loader of GPTQ does not"
@@ -131,7 +137,7 @@ class _GptqPacking(GroupedPacking):
         return own if own in self.bits else bits
 
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
-        version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+        version = next((quantization[key] for key in VERSION_KEYS if quantization.get(key)), "gptq")
         if not isinstance(version, str) or version not in VERSIONS:
             raise ArtifactError(
                 f"the checkpoint_format {shown(version)} is not supported, only gptq and gptq_v2 are. Give the "
@@ -167,13 +173,13 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iter
     with grouped.write(PACKING, source, skeleton, run, layout) as writer:
         yield writer
     text = json.dumps(quantization_of(run.folder), indent=2, sort_keys=True) + "\n"
-    (run.folder / SETTINGS).write_text(text, encoding="utf-8")
+    (run.folder / GPTQ_FILE).write_text(text, encoding="utf-8")
 
 
 def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     """Read config.json; raise ArtifactError if the copy in quantize_config.json differs."""
-    path, settings = artifact.folder / SETTINGS, quantization_of(artifact.folder)
-    if SETTINGS in artifact.manifest.files:
+    path, settings = artifact.folder / GPTQ_FILE, quantization_of(artifact.folder)
+    if GPTQ_FILE in artifact.manifest.files:
         copy = read_object(path, ArtifactError, AGAIN)
         for name in sorted(copy.keys() | settings.keys()):
             if copy.get(name) != settings.get(name):

@@ -88,6 +88,7 @@ def test_the_version_of_a_layout_that_only_quantize_config_names_counts(key, sou
     folder = foreign(sources("gptq"), tmp_path / "foreign", lambda c, t: (version_2(c, t), c.pop("checkpoint_format")))
     own = quantization_of(folder) | {key: "gptq_v2"}
     (folder / "quantize_config.json").write_text(json.dumps(own))
+    assert "quantize_config.json" in open_source(str(folder)).hashed_files
     theirs = read_values(folder)
     assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in ours)
 
