@@ -1,11 +1,10 @@
 """What flows from decoder block to decoder block, in memory or in files without names, and what blocks are called with.
 
-`Activations` are the hidden states. Some blocks hand tensors to later ones beside them, such as keys and values that
-several blocks use: transformers gives all blocks one mapping, into which some put tensors and from which others take
-them. Here each call of a block gets a `Shelf` in its place, which writes into stores of all sequences and reads from
-them. The other arguments of blocks are recorded once (`Calls`), and given again for any sequences. Most are the same
-for every text of one length and are kept as they were recorded for one sequence. Tensors that depend on the text, such
-as embeddings for each block, are kept for all sequences.
+`Activations` are the hidden states. Some blocks also pass tensors to later blocks, such as keys and values that several
+blocks use: transformers gives all blocks one mapping for them. Here each call of a block gets a `Shelf` instead, which
+reads and writes stores with a row for every sequence. The other arguments of blocks are recorded once (`Calls`) and
+passed again for any sequences. Most are the same for every text of one length, so those of one sequence are kept.
+Tensors that depend on the text, such as embeddings for each block, are kept for all sequences.
 """
 
 from __future__ import annotations
@@ -215,9 +214,9 @@ class Shelf(MutableMapping[Hashable, Tensors]):
 class Activations(Store):
     """Hidden states (S, T, D) of S sequences of T tokens, in memory or in a file, and the `arguments` of each block.
 
-    Where a token has several `states` side by side, those of n sequences are (states, n, T, D). `shared` is what blocks
-    hand to later ones. `numbers` are those of the recorded sequences, `of_text` what was recorded of each text,
-    `settings` transformers' configuration, for messages, and `held_bytes` what all of it takes in memory.
+    If a token has several `states`, those of n sequences are (states, n, T, D). `shared` is what blocks pass to later
+    ones, `numbers` say which of the recorded sequences these are, `of_text` is what was recorded of each text.
+    `settings` is transformers' configuration, for messages; `held_bytes` is the memory that all of it takes.
     """
 
     def __init__(
@@ -273,7 +272,7 @@ class Activations(Store):
     ) -> Output:
         """What block `index` makes of the states `hidden` (B, T, D) of some sequences, on the block's device.
 
-        `values` are other values of its parameters; `traced` is that of a shelf.
+        `values` replace the values of its parameters; `traced` is passed to its `Shelf`.
         """
         # No function in here that calls itself: it would hold `hidden` until the garbage collector comes by.
         args, kwargs = self.arguments[index]
@@ -402,8 +401,7 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _refusal(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the blocks of this architecture are called with {what}, beside what flows through them, so they cannot be "
-        "computed one by one"
+        f"the blocks of this architecture are called with {what}, so they cannot be computed one by one"
     )
 
 

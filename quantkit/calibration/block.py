@@ -50,7 +50,7 @@ class Stream:
 
 
 class Block:
-    """Decoder block `index` with real weights, between its `inputs` and those of the next block.
+    """A decoder block, number `index`, with real weights; its `inputs` become those of the next block.
 
     `exact` is the stream of the unquantized model, of the first sequences or of all, where the walk keeps it. Between
     two groups of layers, batches wait in memory or, beyond the room of `offload_file`, there.
