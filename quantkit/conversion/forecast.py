@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
 
 from quantkit.checkpoints.safetensors import ITEM_BYTES, SLAB_BYTES
-from quantkit.contracts.method import BATCH_TOKENS, CheckedJob, Job, Shapes
+from quantkit.contracts.method import BATCH_TOKENS, CheckedJob, Job, PeakMemory, Shapes
 from quantkit.conversion.verify import PIECE
 from quantkit.errors import ResourceError
 from quantkit.system.device import CPU, memory_of
@@ -96,10 +97,8 @@ def shapes_of(job: Job) -> Shapes:
     )
 
 
-def forecast(job: CheckedJob, shapes: Shapes) -> Forecast:
-    """Predict a checked job whose method says what memory it takes."""
-    assert job.method.peak_memory is not None
-    peak = job.method.peak_memory(job, shapes)
+def forecast(job: CheckedJob, shapes: Shapes, peak: PeakMemory) -> Forecast:
+    """Predict a checked job; `peak` is what its method says that the work on a decoder block takes."""
     spec = job.recipe.calibration
     drawn = spec.sequences * spec.length if job.calibration is None else int(job.calibration.ids.size)
     tokens = drawn if peak.streams else 0
@@ -143,10 +142,12 @@ def forecast(job: CheckedJob, shapes: Shapes) -> Forecast:
     return Forecast(process, phases, streams - activations + suspended - waiting, on_device)
 
 
-def _with_larger_batches(job: CheckedJob, shapes: Shapes, free: int) -> tuple[CheckedJob, Forecast]:
+def _with_larger_batches(
+    job: CheckedJob, predict: Callable[[CheckedJob], Forecast], free: int
+) -> tuple[CheckedJob, Forecast]:
     """The job with as many tokens in a batch as fit into the `free` bytes of its device, at most `GPU_BATCH_TOKENS`."""
     job = replace(job, batch_tokens=GPU_BATCH_TOKENS)
-    while (predicted := forecast(job, shapes)).on_device > free and job.batch_tokens > BATCH_TOKENS:
+    while (predicted := predict(job)).on_device > free and job.batch_tokens > BATCH_TOKENS:
         job = replace(job, batch_tokens=job.batch_tokens // 2)
     return job, predicted
 
@@ -157,18 +158,23 @@ def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
     Returns the job with the activations that it may keep in memory, and its forecast, None where its method gives none.
     Raises ResourceError with the figures where it does not fit even so.
     """
-    if job.method.peak_memory is None or not job.method.needs_torch(job.options):
+    peak_memory = job.method.peak_memory
+    if peak_memory is None or not job.method.needs_torch(job.options):
         return job, None
     shapes, limit = shapes_of(job), job.max_memory
-    predicted = forecast(job, shapes)
+
+    def predict(job: CheckedJob) -> Forecast:
+        return forecast(job, shapes, peak_memory(job, shapes))
+
+    predicted = predict(job)
     limit_bytes = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
     free = sys.maxsize
     if job.device != CPU:
         free = free_memory(job.device)
-        job, predicted = _with_larger_batches(job, shapes, free)
+        job, predicted = _with_larger_batches(job, predict, free)
     if predicted.memory > limit_bytes or predicted.on_device > free:
         offloading = replace(job, offload_bytes=0)
-        other = forecast(offloading, shapes)
+        other = predict(offloading)
         if other.memory < predicted.memory or other.on_device < predicted.on_device:
             job, predicted = offloading, other
     if predicted.on_device > free:

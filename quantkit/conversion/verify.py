@@ -123,7 +123,8 @@ def _errors(
     kind = open_format(artifact)
     reader = open_stored(artifact, kind)
     refuse_disagreement(artifact, kind, reader)
-    expected = None if kind.refuse_tensors is not None else parameters_of(artifact, skeleton())
+    by_format = kind.refuse_tensors
+    expected = parameters_of(artifact, skeleton()) if by_format is None else None
     shapes: dict[str, tuple[int, ...]] = {}
     with progress.step("reading the artifact back", artifact.manifest.source.parameters) as advance:
         for name, stored in stored_values(reader):
@@ -146,9 +147,8 @@ def _errors(
                 errors[name] = math.sqrt(error / (size or 1.0))
     if expected is not None:
         expected.refuse_missing()
-    elif shapes or not artifact.manifest.options.get("vocab_only"):
-        assert kind.refuse_tensors is not None
-        kind.refuse_tensors(dict(artifact.manifest.source.config), shapes)
+    if by_format is not None and (shapes or not artifact.manifest.options.get("vocab_only")):
+        by_format(dict(artifact.manifest.source.config), shapes)
     if shapes:
         kept = _kept_values(artifact)
         refuse_parameters(artifact, kept + sum(math.prod(shape) for shape in shapes.values()))

@@ -11,7 +11,7 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
-from quantkit.models.config import open_config, padding_fix
+from quantkit.models.config import padding_fix
 from quantkit.models.skeleton import leftovers, load_whole, open_skeleton
 from quantkit.models.text_half import is_multimodal
 from quantkit.system.device import find_device
@@ -31,7 +31,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     _refuse_misread(model, spec.dtype, spec.device)
     torch.set_num_threads(spec.threads)
     device = None if spec.device == "cpu" else spec.device
-    with reraise_as(f"transformers cannot load {model.folder}", EngineError, padding_fix(open_config(model.config))):
+    with reraise_as(f"transformers cannot load {model.folder}", EngineError, padding_fix(model.config)):
         if model.source is not None and (model.source.text_prefixes is not None or not model.source.own_files):
             loaded, about = load_whole(model.source, dtype=spec.dtype or model.dtype, device_map=device)
         else:

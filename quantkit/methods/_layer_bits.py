@@ -24,7 +24,7 @@ from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import BitSearch, CheckedJob, Job, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError
-from quantkit.methods._targets import AUTO, given_target, write_recipe
+from quantkit.methods._targets import AUTO, as_table, given_target, write_recipe
 from quantkit.models.stand_in import layers_of_one_input
 from quantkit.numerics.allocation import fewest_bytes, least_damage
 from quantkit.numerics.grid import round_to_nearest
@@ -38,14 +38,6 @@ SCALE_BITS = 16
 VERSION = 1  # of what is made of weights; another one makes kept scores worthless
 OPTION = "layer_bits"
 TRIED_ROWS = 256  # of a layer in the estimate
-
-
-def _as_bits(value: Any) -> Any:
-    """``down_proj=8,o_proj=4`` as a mapping."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.rpartition("=") for part in value.split(",") if part.strip()]
-    return {pattern.strip(): bits.strip() for pattern, _, bits in pairs}
 
 
 class BitsByLayer(Strict):
@@ -63,7 +55,7 @@ class BitsByLayer(Strict):
     target_bits: tuple[int, ...] | None = Field(
         None, description="with bits auto: the bits to choose from, as 4,8; default: 2,3,4,8"
     )
-    layer_bits: Annotated[dict[str, int] | None, BeforeValidator(_as_bits)] = Field(
+    layer_bits: Annotated[dict[str, int] | None, BeforeValidator(as_table)] = Field(
         None, description="bits of single layers: PATTERN=BITS,...; a pattern is a regular expression"
     )
 

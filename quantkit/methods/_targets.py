@@ -14,6 +14,14 @@ from quantkit.errors import RecipeError
 AUTO = "auto"
 
 
+def as_table(value: object) -> object:
+    """``down_proj=8,o_proj=4`` as a mapping of patterns; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.rpartition("=") for part in value.split(",") if part.strip()]
+    return {pattern.strip(): given.strip() for pattern, _, given in pairs}
+
+
 def given_target(job: Job, targets: Collection[str], decided: Collection[str], what: str) -> str | None:
     """The one of the options `targets` that is given, or None. `decided` are options that say `what` by hand.
 

@@ -187,11 +187,10 @@ def open_config(config: dict[str, Any]) -> Any:
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def padding_fix(settings: Any) -> str:
+def padding_fix(config: Mapping[str, Any]) -> str:
     """Return what to do about a padding token beyond the embedding, with which torch builds none; else nothing."""
-    text = settings.get_text_config()
-    pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
-    if not isinstance(pad, int) or not isinstance(rows, int) or pad < rows:
+    pad, rows = _stated(config, ("pad_token_id",)), vocabulary_of(config)
+    if pad is None or rows is None or pad < rows:
         return ""
     return f"config.json has pad_token_id = {pad}, and the embedding has {rows} rows: set it to null."
 

@@ -108,7 +108,7 @@ def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = 
             return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
 
     what = f"the architecture {kind} is no causal language model that transformers can build"
-    with reraise_as(what, UnsupportedError, padding_fix(settings)):
+    with reraise_as(what, UnsupportedError, padding_fix(config)):
         if context_of(config) > LONG_CONTEXT:
             _refuse_buffers(build(True), config)
         model = build(False)

@@ -118,7 +118,8 @@ def test_more_sequences_need_more_and_a_limit_makes_them_offload(tiny_with):
     streams = 512 * 128 * 512 * 2 * 5 // 4
     assert many.memory - few.memory > 3 * streams  # between blocks, and residual and normed input within one
     assert (many.offloaded, job.offload_bytes) == (0, 2_000_000_000)
-    now = forecast(job, shapes_of(job))  # the process may be smaller than before
+    shapes = shapes_of(job)
+    now = forecast(job, shapes, job.method.peak_memory(job, shapes))  # the process may be smaller than before
     other, offloading = fitted(512, now.memory - streams // 2)
     assert other.offload_bytes == 0
     assert offloading.offloaded > streams

@@ -34,7 +34,7 @@ from quantkit.formats.gguf.imatrix import importance_from, unweighted
 from quantkit.formats.gguf.plan import Plan, guesses_further
 from quantkit.formats.gguf.rope import rounds_yarn
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
-from quantkit.methods._targets import given_target, write_recipe
+from quantkit.methods._targets import as_table, given_target, write_recipe
 from quantkit.methods.gguf.mixed_precision import Target, choose, refuse_target, work_bytes
 from quantkit.models.config import keep_tokenizer
 from quantkit.recipe import Strict
@@ -43,14 +43,6 @@ from quantkit.system.sizes import parse_size
 RECORD = "error_feedback"  # what manifests call the constants of error_feedback.py
 BFLOAT16 = 2  # bytes of a value that flows through the blocks
 FLOAT32 = 4  # bytes of one that importance is summed of
-
-
-def _as_types(value: Any) -> Any:
-    """``attn_v=Q6_K,ffn_down=Q5_K`` as a mapping."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.rpartition("=") for part in value.split(",") if part.strip()]
-    return {pattern.strip(): kind.strip() for pattern, _, kind in pairs}
 
 
 class Options(Strict):
@@ -74,7 +66,7 @@ class Options(Strict):
         None, description="write files of at most this size, as 2GB, named as llama.cpp names them"
     )
     vocab_only: bool = Field(False, description="write the keys and the tokenizer alone, without a tensor")
-    tensor_type: Annotated[dict[str, str] | None, BeforeValidator(_as_types)] = Field(
+    tensor_type: Annotated[dict[str, str] | None, BeforeValidator(as_table)] = Field(
         None, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
     )
     token_embedding_type: str | None = Field(

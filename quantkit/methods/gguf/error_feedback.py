@@ -63,10 +63,11 @@ def _quantize_group(
     job: Job, block: Block, tensors: Mapping[str, PlannedTensor], spool: Spool, group: LinearGroup
 ) -> None:
     known = [name for name in group.names if name in tensors]  # others lie otherwise in the file, and are rounded there
-    columns = next((tensors[name].columns for name in known), None)
-    moments = _moments(group, None if columns is None else torch.from_numpy(columns)) if known else None
+    if not known:
+        return
+    columns = tensors[known[0]].columns
+    moments = _moments(group, None if columns is None else torch.from_numpy(columns))
     for name in known:
-        assert moments is not None
         weight, kind = load(job.source, job.skeleton, name).to(torch.float32), tensors[name].type
         weight = weight if columns is None else weight[:, torch.from_numpy(columns)].contiguous()
         try:
@@ -82,11 +83,10 @@ def _quantize_group(
 
 def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
     """What the group's inputs say, of columns in the order of the file."""
-    hessian, cross, paired = (
-        moment if moment is None or columns is None else permuted(moment, columns)
-        for moment in (group.hessian, group.cross, group.paired)
-    )
-    assert hessian is not None
+    hessian, cross, paired = group.hessian, group.cross, group.paired
+    if columns is not None:
+        hessian = permuted(hessian, columns)
+        cross, paired = (moment if moment is None else permuted(moment, columns) for moment in (cross, paired))
     return Feedback(hessian, cross, paired, shrinkage=SHRINKAGE, damp_percent=DAMP_PERCENT)
 
 
