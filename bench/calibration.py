@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.folders import calibration_text, work_folder
 from quantkit.calibration.tokens import draw_tokens
 from quantkit.models.config import load_tokenizer
-from quantkit.recipe import CalibrationSpec
+from quantkit.records.recipe import CalibrationSpec
 
 SEED = 0
 

@@ -35,11 +35,11 @@ from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Window
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_model
-from quantkit.progress import Progress, Step
-from quantkit.recipe import EngineSpec
+from quantkit.records.recipe import EngineSpec
 from quantkit.system.device import device_label, find_device
 from quantkit.system.memory import device_peak_bytes
 from quantkit.system.processor import usable_cores
+from quantkit.system.progress import Progress, Step
 
 sys.path.insert(0, str(REPOSITORY / "tests"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

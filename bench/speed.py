@@ -24,8 +24,8 @@ from bench.demo_artifacts import artifact, folder, quantkit_command, told
 from bench.environments import python_of
 from bench.folders import RESULTS, BenchError
 from quantkit.errors import QuantkitError
-from quantkit.recipe import LoadTestSpec
-from quantkit.report.records import Report, read_report
+from quantkit.records.recipe import LoadTestSpec
+from quantkit.records.report import Report, read_report
 from quantkit.report.table import Table
 from quantkit.serving.client import Endpoint
 from quantkit.serving.launch import serving

@@ -7,8 +7,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.artifact import Artifact as Artifact
-    from quantkit.artifact import open_artifact as open_artifact
     from quantkit.comparison.compare import compare as compare
     from quantkit.conversion.convert import convert as convert
     from quantkit.conversion.verify import verify as verify
@@ -16,28 +14,30 @@ if TYPE_CHECKING:
     from quantkit.evaluation.evaluate import evaluate as evaluate
     from quantkit.evaluation.tasks import evaluate_tasks as evaluate_tasks
     from quantkit.publishing.push import push as push
-    from quantkit.recipe import EngineSpec as EngineSpec
-    from quantkit.recipe import MemoryLimits as MemoryLimits
-    from quantkit.recipe import ModelRef as ModelRef
-    from quantkit.recipe import load_recipe as load_recipe
-    from quantkit.report.records import Report as Report
+    from quantkit.records.artifact import Artifact as Artifact
+    from quantkit.records.artifact import open_artifact as open_artifact
+    from quantkit.records.recipe import EngineSpec as EngineSpec
+    from quantkit.records.recipe import MemoryLimits as MemoryLimits
+    from quantkit.records.recipe import ModelRef as ModelRef
+    from quantkit.records.recipe import load_recipe as load_recipe
+    from quantkit.records.report import Report as Report
     from quantkit.report.table import Table as Table
 
 __version__ = version("quantkit")
 _HOMES = {
-    "Artifact": "artifact",
-    "EngineSpec": "recipe",
-    "MemoryLimits": "recipe",
-    "ModelRef": "recipe",
+    "Artifact": "records.artifact",
+    "EngineSpec": "records.recipe",
+    "MemoryLimits": "records.recipe",
+    "ModelRef": "records.recipe",
     "QuantkitError": "errors",
-    "Report": "report.records",
+    "Report": "records.report",
     "Table": "report.table",
     "compare": "comparison.compare",
     "convert": "conversion.convert",
     "evaluate": "evaluation.evaluate",
     "evaluate_tasks": "evaluation.tasks",
-    "load_recipe": "recipe",
-    "open_artifact": "artifact",
+    "load_recipe": "records.recipe",
+    "open_artifact": "records.artifact",
     "push": "publishing.push",
     "verify": "conversion.verify",
 }

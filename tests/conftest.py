@@ -13,7 +13,6 @@ from tiny_architectures import save_architecture
 from tiny_llama import save_llama
 from tiny_models import CALIBRATION, SAMPLE, save_tiny
 
-from quantkit.artifact import open_artifact
 from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER
 from quantkit.data.texts import load_text
@@ -21,6 +20,7 @@ from quantkit.evaluation import process
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_source
 from quantkit.numerics import matmul
+from quantkit.records.artifact import open_artifact
 from quantkit.system import forking
 from quantkit.system.cache import cache_folder
 

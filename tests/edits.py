@@ -4,7 +4,7 @@ import json
 
 from safetensors.torch import load_file, save_file
 
-from quantkit.artifact import MANIFEST
+from quantkit.records.artifact import MANIFEST
 from quantkit.system.files import sha256_of
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from quantkit.recipe import EvaluationSpec
-from quantkit.report.records import (
+from quantkit.records.recipe import EvaluationSpec
+from quantkit.records.report import (
     BaselineEntry,
     EngineEntry,
     Hardware,

@@ -14,11 +14,11 @@ from trials import prepared
 
 from bench.fuzz import quantized_bases
 from bench.fuzz.dequantize import values_of as plain_values
-from quantkit.artifact import MANIFEST
 from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_source
+from quantkit.records.artifact import MANIFEST
 
 LAYERS = [f"model.layers.0.{name}.weight" for name in SHAPES]  # linear ones of a llama of one block
 Q8 = gguf.GGMLQuantizationType.Q8_0

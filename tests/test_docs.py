@@ -21,7 +21,7 @@ from quantkit.cli.convert import method_options
 from quantkit.contracts.registry import engines, find_format_for, find_method, formats, methods
 from quantkit.conversion.check import prepare
 from quantkit.evaluation.probes import PROBES
-from quantkit.recipe import CompareRecipe, ConvertRun, SweepRecipe, Variant, load_recipe
+from quantkit.records.recipe import CompareRecipe, ConvertRun, SweepRecipe, Variant, load_recipe
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "quantkit"

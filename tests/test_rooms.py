@@ -12,13 +12,12 @@ import quantkit
 PACKAGE = Path(quantkit.__file__).parent
 # From the ground up: a room imports only from those before it.
 ROOMS = (
-    *("errors", "untrusted", "progress", "numerics"),
-    *("recipe", "system", "data"),
-    *("artifact", "report", "checkpoints"),
-    *("models", "contracts"),
+    *("errors", "system", "numerics"),
+    *("records", "data", "checkpoints"),
+    *("report", "models", "contracts"),
     *("formats", "calibration"),
-    *("conversion", "engines", "evaluation"),
-    *("methods", "serving", "publishing", "comparison"),
+    *("conversion", "engines", "evaluation", "serving"),
+    *("methods", "publishing", "comparison"),
     *("cli", "__init__", "__main__"),
 )
 FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "

@@ -5,7 +5,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoints.adapter import CONFIG, PREFIX, WEIGHTS
+from quantkit.models.adapter import CONFIG, PREFIX, WEIGHTS
 
 RANK, ALPHA = 4, 6
 

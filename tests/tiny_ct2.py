@@ -9,7 +9,7 @@ from tiny_llama import trained
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trials import prepared
 
-from quantkit.artifact import Artifact, Manifest, SourceEntry
+from quantkit.records.artifact import Artifact, Manifest, SourceEntry
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<|endoftext|>"}
 VOCABULARY = 296  # a multiple of 8, as CTranslate2's OPT loader wants it

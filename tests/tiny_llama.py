@@ -14,7 +14,7 @@ from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
 from quantkit.data.texts import sample_text
 from quantkit.numerics.matmul import use_products
-from quantkit.recipe import CalibrationSpec, ConvertRecipe
+from quantkit.records.recipe import CalibrationSpec, ConvertRecipe
 
 ARTICLES = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
 VOCABULARY = 304

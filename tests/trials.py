@@ -10,7 +10,7 @@ from quantkit.contracts.registry import find_format
 from quantkit.contracts.run import Checked, Run
 from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.conversion.check import prepare
-from quantkit.recipe import ConvertRecipe
+from quantkit.records.recipe import ConvertRecipe
 
 
 @dataclass

@@ -21,7 +21,7 @@ from quantkit.contracts.method import Job
 from quantkit.errors import RecipeError
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 from quantkit.system.ranks import Shards
 
 

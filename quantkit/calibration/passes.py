@@ -27,8 +27,8 @@ from quantkit.models.skeleton import Skeleton, load_block, set_parameter, source
 from quantkit.models.source import Source
 from quantkit.models.stand_in import Recorder, StopForward, tables_by_rows
 from quantkit.numerics.matmul import products_everywhere
-from quantkit.progress import Progress
 from quantkit.system.memory import MemoryTrimmer, trim_heap
+from quantkit.system.progress import Progress
 from quantkit.system.temporary import temporary_folder
 
 WAVE_TOKENS = 1 << 14  # of windows that go through all blocks before others do

@@ -35,7 +35,7 @@ from quantkit.errors import SourceError
 from quantkit.models.output_head import load_head
 from quantkit.models.skeleton import weight_name
 from quantkit.numerics.matmul import product
-from quantkit.recipe import CalibrationSpec
+from quantkit.records.recipe import CalibrationSpec
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import replace_text
 from quantkit.system.memory import trim_heap

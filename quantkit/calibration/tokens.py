@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.method import CalibrationTokens, CheckedJob
 from quantkit.contracts.windows import Window
 from quantkit.data.chat import plain_texts
@@ -15,7 +14,8 @@ from quantkit.data.passages import WORDS, seen_in, sketch_of
 from quantkit.data.texts import Text, ids_of, load_text
 from quantkit.errors import TextError
 from quantkit.models.config import note_beyond_context, refuse_ids
-from quantkit.recipe import CalibrationSpec
+from quantkit.records.artifact import CalibrationEntry
+from quantkit.records.recipe import CalibrationSpec
 from quantkit.system.memory import trim_heap
 
 

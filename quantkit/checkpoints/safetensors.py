@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import ArtifactError, SourceError
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from quantkit.errors import SourceError
-from quantkit.untrusted import inside, read_object, shown
+from quantkit.system.untrusted import inside, read_object, shown
 
 # Patterns of fnmatch, as the hub takes them. A tokenizer has one of the vocabularies.
 VOCABULARIES = (

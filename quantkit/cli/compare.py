@@ -11,7 +11,7 @@ from quantkit.cli import options
 from quantkit.cli.options import WINDOWS, Fields, TableOptions, Values, print_artifact, save, say, writable
 from quantkit.cli.progress import progress_bars, progress_with_table
 from quantkit.errors import RecipeError, SweepError
-from quantkit.recipe import (
+from quantkit.records.recipe import (
     DEVICE,
     CompareRecipe,
     ConvertRecipe,
@@ -171,15 +171,15 @@ def report(
     json: options.Json = None,
 ) -> None:
     """Write the reports as one self-contained HTML page."""
+    from quantkit.contracts.registry import server_of
     from quantkit.report.page import find_artifacts
     from quantkit.report.page import page as rendered
     from quantkit.report.table import join_tables, read_places
-    from quantkit.serving.servers import server_summary
 
     max_bytes = None if max_size is None else parse_size(max_size, "--max-size")
     sheet = join_tables(read_places(places))
     artifacts, remarks = find_artifacts(places)
-    text = rendered(sheet, artifacts, remarks, max_kld, max_bytes, server_summary)
+    text = rendered(sheet, artifacts, remarks, max_kld, max_bytes, server_of)
     save(page, text)
     save(json, sheet.to_json())
     number = len(sheet.models)

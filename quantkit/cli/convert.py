@@ -12,7 +12,7 @@ from typer import Option
 
 from quantkit.cli import options, progress
 from quantkit.cli.options import Fields, Values, print_artifact, save, say
-from quantkit.recipe import ConvertRecipe, ResourceSpec, Strict
+from quantkit.records.recipe import ConvertRecipe, ResourceSpec, Strict
 from quantkit.system.device import memory_of
 from quantkit.system.ranks import device_of, joined, refuse_ranks
 from quantkit.system.sizes import megabytes
@@ -56,7 +56,7 @@ def convert(
     from quantkit.conversion.convert import follow, recipe_of
     from quantkit.conversion.convert import run as run_conversion
     from quantkit.conversion.dry_run import dry_run as forecast_job
-    from quantkit.models.config import leave_torch_out
+    from quantkit.system.modules import leave_torch_out
 
     if dry_run:
         refuse_ranks("a forecast runs in one process; each of several takes about the same memory")

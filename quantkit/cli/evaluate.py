@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.table import Table
 from rich.text import Text
 from typer import Option
 
-import quantkit
-from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.cli import options
-from quantkit.cli.options import WINDOWS, Fields, ModelOptions, Values, out, print_table, save, say, say_notes
+from quantkit.cli.options import WINDOWS, Fields, ModelOptions, Values, out, print_report, save, say, say_notes
 from quantkit.cli.progress import progress_bars
 from quantkit.errors import LONGEST, one_line
-from quantkit.recipe import EvaluationSpec, MemoryLimits, parse
+from quantkit.records.artifact import MANIFEST, open_artifact
+from quantkit.records.recipe import EvaluationSpec, MemoryLimits, parse
 from quantkit.system.cache import cache_folder
 from quantkit.system.sizes import megabytes
+
+if TYPE_CHECKING:
+    from quantkit.records.report import Report
 
 Result = TypeVar("Result")
 
@@ -49,7 +51,7 @@ class EvaluationOptions:
         memory = parse(MemoryLimits, self.memory, "evaluation")
         return {"source": self.source, "engine": self.about.engine_spec, "memory": memory}
 
-    def keep(self, report: quantkit.Report, result: object = None) -> None:
+    def keep(self, report: Report, result: object = None) -> None:
         """Write the JSON, of `result` or of the report itself, and the card."""
         save(self.json, result or report)
         if self.card:
@@ -73,7 +75,9 @@ def eval_ppl(
     elif cross_check:
         _cross_check(asked, evaluation)
     else:
-        report = asked.run(quantkit.evaluate, perplexity)
+        from quantkit.evaluation.evaluate import evaluate
+
+        report = asked.run(evaluate, perplexity)
         asked.keep(report)
         for line in report.quality():
             say(line)
@@ -89,9 +93,11 @@ def evaluate_all(
     if asked.dry_run:
         _forecast(asked, evaluation)
         return
-    report = asked.run(quantkit.evaluate, evaluation)
+    from quantkit.evaluation.evaluate import evaluate
+
+    report = asked.run(evaluate, evaluation)
     asked.keep(report)
-    print_table(quantkit.Table((report,)), notes=notes)
+    print_report(report, notes)
 
 
 def _cross_check(asked: EvaluationOptions, evaluation: Values) -> None:
@@ -133,8 +139,10 @@ def eval_tasks(
     json: options.Json = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
+    from quantkit.evaluation.tasks import evaluate_tasks
+
     with progress_bars() as progress:
-        report = quantkit.evaluate_tasks(
+        report = evaluate_tasks(
             about.ref(artifact), tuple(filter(None, tasks.split(","))), include=include,
             num_fewshot=num_fewshot, limit=limit, chat_template=chat_template, n_ctx=n_ctx, progress=progress,
             engine=about.engine_spec,

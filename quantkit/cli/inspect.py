@@ -9,13 +9,12 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-import quantkit
-from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.cli import options
 from quantkit.cli.options import Fields, Values, out, print_artifact, save, say
 from quantkit.cli.progress import progress_bars
 from quantkit.errors import one_line
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, ModelRef, ResourceSpec, parse
+from quantkit.records.artifact import MANIFEST, open_artifact
+from quantkit.records.recipe import CalibrationSpec, ConvertRecipe, ModelRef, ResourceSpec, parse
 
 WIDEST = 200  # characters of a key's value that are shown
 
@@ -66,14 +65,14 @@ def _print_gguf(path: Path, tensors: bool, json: Path | None) -> None:
 
 def verify(path: options.ArtifactFolder, *, json: options.Json = None) -> None:
     """Recompute every hash of an artifact and read its tensors back."""
-    from quantkit.conversion.verify import needs_torch
-    from quantkit.models.config import leave_torch_out
+    from quantkit.conversion.verify import needs_torch, verify
+    from quantkit.system.modules import leave_torch_out
 
     artifact = open_artifact(path)
     if not needs_torch(artifact):
         leave_torch_out()  # this process verifies and ends
     with progress_bars() as progress:
-        quantkit.verify(artifact, progress)
+        verify(artifact, progress)
     save(json, artifact.manifest)
     say(f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite")
     if added := artifact.added_files():

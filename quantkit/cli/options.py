@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -25,15 +25,18 @@ from rich.text import Text
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-import quantkit
-from quantkit.artifact import MANIFEST, Artifact
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.cli.progress import configure_verbosity
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
-from quantkit.recipe import CalibrationSpec, EngineSpec, ModelRef, Strict, parse
+from quantkit.records.artifact import MANIFEST, Artifact
+from quantkit.records.recipe import CalibrationSpec, EngineSpec, ModelRef, Strict, parse
 from quantkit.system.files import refuse_unwritable
 from quantkit.system.sizes import megabytes
-from quantkit.untrusted import parse_yaml, path_of, reraise_as, shown
+from quantkit.system.untrusted import parse_yaml, path_of, reraise_as, shown
+
+if TYPE_CHECKING:
+    from quantkit.records.report import Report
+    from quantkit.report.table import Table
 
 out = Console()
 FILE_WIDTH = 120  # columns of a table in a file
@@ -255,7 +258,7 @@ class TableOptions:
     notes: Notes = False
     json: Json = None
 
-    def show(self, table: quantkit.Table) -> None:
+    def show(self, table: Table) -> None:
         save(self.json, table.to_json())
         print_table(table, self.transpose, self.notes)
 
@@ -286,10 +289,17 @@ def _plain(value: object) -> object:
     return value.model_dump() if isinstance(value, BaseModel) else str(value)
 
 
-def print_table(table: quantkit.Table, transpose: bool | None = None, notes: bool = False) -> None:
+def print_table(table: Table, transpose: bool | None = None, notes: bool = False) -> None:
     """Print a table for this terminal, or for a file."""
     wide = out.is_terminal or "COLUMNS" in os.environ
     table.show(out if wide else Console(width=FILE_WIDTH), transpose=transpose, notes=notes)
+
+
+def print_report(report: Report, notes: bool) -> None:
+    """Print a report as a table of one column."""
+    from quantkit.report.table import Table
+
+    print_table(Table((report,)), notes=notes)
 
 
 def print_artifact(artifact: Artifact) -> None:

@@ -21,7 +21,7 @@ from rich.progress import Progress as Bars
 from typer import Option
 
 from quantkit.errors import LONGEST, one_line
-from quantkit.progress import Progress, Step, Timed
+from quantkit.system.progress import Progress, Step, Timed
 from quantkit.system.threads import call_every
 
 if TYPE_CHECKING:

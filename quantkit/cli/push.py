@@ -8,7 +8,6 @@ from typing import Annotated
 
 from typer import Option
 
-import quantkit
 from quantkit.cli import options
 from quantkit.cli.options import save, say, say_notes
 from quantkit.cli.progress import progress_bars
@@ -30,7 +29,7 @@ def push(
     json: options.Json = None,
 ) -> None:
     """Push an artifact with its card to the Hugging Face Hub; repeat the command to continue after a failure."""
-    from quantkit.publishing.push import plan_push
+    from quantkit.publishing.push import plan_push, push
 
     if dry_run:
         with progress_bars() as progress:
@@ -44,7 +43,7 @@ def push(
         say_notes(planned.notes)
         return
     with progress_bars() as progress:
-        pushed = quantkit.push(
+        pushed = push(
             artifact, repo, create=create, private=private, base_model=base_model, results=results or (),
             progress=progress,
         )  # fmt: skip

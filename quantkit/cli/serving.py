@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-import quantkit
 from quantkit.cli import options
-from quantkit.cli.options import Fields, ModelOptions, Values, out, print_table, save, say, say_notes
+from quantkit.cli.options import Fields, ModelOptions, Values, out, print_report, save, say, say_notes
 from quantkit.cli.progress import progress_bars
 from quantkit.errors import LONGEST, one_line
-from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, MemoryLimits, ModelRef, ServeSpec, parse
+from quantkit.records.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, MemoryLimits, ModelRef, ServeSpec, parse
 
 if TYPE_CHECKING:
     from quantkit.serving.load_test import LoadReport
@@ -59,7 +58,6 @@ def bench(
         evaluation |= {name: settings[name] for name in SHARED if name in settings}
         _in_process(about.ref(str(artifact)), about.engine_spec, evaluation, notes, json)
         return
-    from quantkit.data.prompts import PROMPTS
     from quantkit.serving.client import Endpoint
     from quantkit.serving.load_test import prompts_of, run_load_test
 
@@ -69,7 +67,7 @@ def bench(
         raise typer.BadParameter(f"--api-key-env: the environment variable {api_key_env} is not set")
     key = os.environ[api_key_env] if api_key_env else None
     spec = parse(LoadTestSpec, settings, "bench")
-    texts = PROMPTS if prompts is None else prompts_of(prompts)
+    texts = None if prompts is None else prompts_of(prompts)
     with progress_bars() as progress:
         report = run_load_test(Endpoint(endpoint, model, api, key), spec, texts, progress)
     save(json, report)
@@ -79,13 +77,15 @@ def bench(
 
 
 def _in_process(model: ModelRef, engine: EngineSpec, settings: Values, notes: bool, json: Path | None) -> None:
+    from quantkit.evaluation.evaluate import evaluate
+
     with progress_bars() as progress:
-        report = quantkit.evaluate(
+        report = evaluate(
             model, PROBES, limit=1, repeats=REPEATS, memory=MemoryLimits(walk=False), progress=progress,
             engine=engine, **settings,
         )  # fmt: skip
     save(json, report)
-    print_table(quantkit.Table((report,)), notes=notes)
+    print_report(report, notes)
 
 
 def _print_load(report: LoadReport) -> None:

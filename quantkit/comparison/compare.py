@@ -14,13 +14,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import Artifact, open_artifact
+from quantkit.contracts.check_manifest import refuse_untrue
 from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion import check, convert
 from quantkit.conversion.check import ReadyJob
-from quantkit.conversion.check_manifest import refuse_untrue
 from quantkit.conversion.manifest import portable, side_hashes
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
@@ -29,8 +28,8 @@ from quantkit.evaluation.engine_choice import choose, require
 from quantkit.evaluation.evaluate import Evaluation
 from quantkit.evaluation.memory import MemoryNeed, need_of_copy
 from quantkit.formats.source import open_source
-from quantkit.progress import Pieces, Progress
-from quantkit.recipe import (
+from quantkit.records.artifact import Artifact, open_artifact
+from quantkit.records.recipe import (
     CompareRecipe,
     ConvertRecipe,
     EngineSpec,
@@ -40,14 +39,15 @@ from quantkit.recipe import (
     Variant,
     parse,
 )
+from quantkit.records.report import Report, read_report
 from quantkit.report.card import write_card
 from quantkit.report.plot import draw
-from quantkit.report.records import Report, read_report
 from quantkit.report.table import Table, write_table
 from quantkit.system.device import CPU, device_label, find_device
 from quantkit.system.files import replace_text, safe_name
 from quantkit.system.memory import free_memory
-from quantkit.untrusted import path_of
+from quantkit.system.progress import Pieces, Progress
+from quantkit.system.untrusted import path_of
 
 DEFAULT_VARIANTS = (
     *("gptq:4", "awq:4", "nf4:4", "ctranslate2:int8", "ctranslate2:float16"),

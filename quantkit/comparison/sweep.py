@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from quantkit.artifact import Artifact
 from quantkit.comparison.compare import Comparison
 from quantkit.comparison.executors import LOST, UNPLACED, Executor
 from quantkit.comparison.tasks import Task, plan_tasks, read_task
@@ -22,12 +21,13 @@ from quantkit.contracts.model import Model
 from quantkit.conversion.check import ReadyJob
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import LONGEST_REASON, DependencyError, OutputError, QuantkitError, RecipeError, one_line
-from quantkit.progress import Progress
-from quantkit.recipe import SweepRecipe
+from quantkit.records.artifact import Artifact
+from quantkit.records.recipe import SweepRecipe
+from quantkit.records.report import read_report
 from quantkit.report.plot import draw
-from quantkit.report.records import read_report
 from quantkit.report.table import Table, join_tables, write_table
-from quantkit.untrusted import path_of
+from quantkit.system.progress import Progress
+from quantkit.system.untrusted import path_of
 
 OUT = Path("quantkit-sweep")
 

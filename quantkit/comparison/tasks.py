@@ -23,13 +23,13 @@ from quantkit.contracts.registry import find_method
 from quantkit.data.texts import NAMES
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluation.probes import find_probe
-from quantkit.models.config import leave_torch_out
-from quantkit.progress import Progress
-from quantkit.recipe import CompareRecipe, Strict, SweepRecipe, parse
+from quantkit.records.recipe import CompareRecipe, Strict, SweepRecipe, parse
 from quantkit.system.files import replace_text, safe_name
 from quantkit.system.memory import peak_of_children_bytes, peak_rss_bytes
+from quantkit.system.modules import leave_torch_out
+from quantkit.system.progress import Progress
 from quantkit.system.threads import call_every
-from quantkit.untrusted import path_of, read_object
+from quantkit.system.untrusted import path_of, read_object
 
 QUALITY = {"size", "perplexity"}  # probes whose figures are the same on any machine, whatever else it does
 BEAT_S = 10.0  # between two signs of life

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
 from quantkit.errors import RecipeError
-from quantkit.progress import Progress
-from quantkit.recipe import AUTO
-from quantkit.system.device import CPU
+from quantkit.system.device import AUTO, CPU
+from quantkit.system.progress import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,5 +122,6 @@ class Engine:
     in_torch: bool = False  # it loads a StatesModel, whose logits come a few positions at a time
     walks: bool = False  # it can compute with one decoder block's weights in memory at a time
     process: Literal["new", "forked", "both"] = "new"
+    server: str | None = None  # its OpenAI-compatible server, if `quantkit serve` starts it (serving/servers.py)
     # Bytes that the weights take in memory on a CPU with this dtype; None: the memory is not estimated.
     holds: Callable[[WeightStats, str | None], int] | None = None

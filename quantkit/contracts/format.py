@@ -19,13 +19,13 @@ from quantkit.models.source import Source
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.artifact import Artifact
     from quantkit.checkpoints.rows import Rows
     from quantkit.checkpoints.spool import Spool
     from quantkit.models.skeleton import Skeleton
     from quantkit.numerics.grouped_weight import GroupedWeight
     from quantkit.numerics.normal_float import NormalFloatWeight
     from quantkit.numerics.scaled_weight import ScaledWeight
+    from quantkit.records.artifact import Artifact
 
 Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight | ScaledWeight"  # what methods make
 Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # what formats give back

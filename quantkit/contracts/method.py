@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Generic
 
 from typing_extensions import TypeVar
 
-from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.format import Content, Format, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Plan, Run
 from quantkit.contracts.shared_writer import following, leading
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
 from quantkit.models.source import Source
-from quantkit.recipe import ConvertRecipe, Strict, parse
+from quantkit.records.artifact import CalibrationEntry
+from quantkit.records.recipe import ConvertRecipe, Strict, parse
 from quantkit.system.ranks import Shards, joined_shards
 
 if TYPE_CHECKING:

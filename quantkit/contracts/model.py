@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.side_files import GENERATION
 from quantkit.errors import EngineError
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
-from quantkit.recipe import ModelRef
-from quantkit.report.records import ModelEntry
-from quantkit.untrusted import read_object, shown
+from quantkit.records.artifact import Artifact
+from quantkit.records.recipe import ModelRef
+from quantkit.records.report import ModelEntry
+from quantkit.system.untrusted import read_object, shown
 
 ModelLike: TypeAlias = str | Path | ModelRef | Artifact | Source  # what users name a model by
+NOT_ITS_FILES = (
+    "it reads the files in the model's folder, which hold another one, or bear other names than it looks for. Make a "
+    "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters"
+)
 
 
 @dataclass(frozen=True)

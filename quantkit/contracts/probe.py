@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 from quantkit.contracts.engine import LoadedModel
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Cut
-from quantkit.progress import Progress
-from quantkit.recipe import EvaluationSpec
-from quantkit.report.records import Measurement
+from quantkit.records.recipe import EvaluationSpec
+from quantkit.records.report import Measurement
+from quantkit.system.progress import Progress
 
 if TYPE_CHECKING:
     import numpy as np

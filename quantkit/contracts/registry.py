@@ -112,3 +112,12 @@ def formats() -> dict[str, Format]:
 def engines() -> dict[str, Engine]:
     """All engines by name."""
     return {name: find_engine(name) for name in _names("engines")}
+
+
+def server_of(format_name: str) -> str | None:
+    """Return the server that `quantkit serve` starts for a format, or None."""
+    stored = formats().get(format_name)
+    return next(
+        (engine.server for name, engine in engines().items() if stored and name in stored.engines and engine.server),
+        None,
+    )

@@ -9,7 +9,7 @@ from typing import Generic
 
 from typing_extensions import TypeVar
 
-from quantkit.progress import Progress
+from quantkit.system.progress import Progress
 
 Plan = TypeVar("Plan", covariant=True, default=object)
 

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout, Stored, TensorReader
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.models.text_half import TextPrefixes, is_multimodal, prefixes_of
-from quantkit.untrusted import read_object
+from quantkit.records.artifact import Artifact
+from quantkit.system.untrusted import read_object
 
 AGAIN = "Convert again with --force."
 

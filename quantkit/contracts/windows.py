@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.report.records import Windows
+from quantkit.records.report import Windows
 
 Ids = NDArray[np.int64]
 BATCH_TOKENS = 2048  # of windows of one length that are computed together

@@ -18,7 +18,7 @@ from quantkit.system.ranks import without_ranks
 ASK = """import sys
 from quantkit.conversion.alternatives import hint
 from quantkit.conversion.check import prepare
-from quantkit.recipe import ConvertRecipe
+from quantkit.records.recipe import ConvertRecipe
 print(hint(prepare(ConvertRecipe.model_validate_json(sys.argv[1])), sys.argv[2]))"""
 UNKNOWN = "`quantkit methods` lists the others."
 

@@ -24,10 +24,10 @@ from quantkit.models.architectures import PROVEN
 from quantkit.models.config import ADD_ROWS, refuse_ids, vocabulary_of
 from quantkit.models.overrides import OverriddenSource
 from quantkit.models.source import Source
-from quantkit.recipe import AUTO, ConvertRecipe, ResourceSpec
-from quantkit.system.device import CPU, device_memory, find_device
+from quantkit.records.recipe import ConvertRecipe, ResourceSpec
+from quantkit.system.device import AUTO, CPU, device_memory, find_device
 from quantkit.system.files import safe_name
-from quantkit.untrusted import read_object, shown
+from quantkit.system.untrusted import read_object, shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
 KEPT_SO, LOST = "are kept as they are, unquantized", "are left out"  # what becomes of tensors beside the model

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from quantkit.artifact import MANIFEST, Artifact, Manifest, open_artifact
 from quantkit.checkpoints.spool import JOURNAL, SPOOL, restore
 from quantkit.contracts.method import CheckedJob, with_layer_bits
 from quantkit.contracts.run import Findings, Run
@@ -21,13 +20,14 @@ from quantkit.conversion.staging import place_of, refuse_existing, staged
 from quantkit.conversion.verify import check_values, notes_on_loss
 from quantkit.errors import RecipeError, SourceError, UnsupportedError, ValuesError
 from quantkit.models.source import refuse_non_finite
-from quantkit.progress import Progress
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, take_fields
+from quantkit.records.artifact import MANIFEST, Artifact, Manifest, open_artifact
+from quantkit.records.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, take_fields
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
 from quantkit.system.device import device_label
 from quantkit.system.files import replace_text
+from quantkit.system.progress import Progress
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import parse_json, reraise_as, shown
+from quantkit.system.untrusted import parse_json, reraise_as, shown
 
 DTYPES = ("float16", "bfloat16", "float32")  # of an imported GGUF file
 OF_A_RANK = ("device", "batch_tokens")  # keys of a fingerprint that may differ between ranks

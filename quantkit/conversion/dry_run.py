@@ -12,7 +12,7 @@ from quantkit.contracts.method import CheckedJob, with_layer_bits
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import ReadyJob
 from quantkit.conversion.forecast import Forecast
-from quantkit.progress import Progress, Step
+from quantkit.system.progress import Progress, Step
 from quantkit.system.temporary import temporary_folder
 
 

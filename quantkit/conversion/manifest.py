@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import quantkit
-from quantkit.artifact import Manifest, SourceEntry, package_versions
 from quantkit.contracts.method import CheckedJob, Job
 from quantkit.contracts.run import Run
 from quantkit.conversion.staging import list_files
 from quantkit.models.source import Source
-from quantkit.recipe import ConvertRecipe
+from quantkit.records.artifact import Manifest, SourceEntry, package_versions
+from quantkit.records.recipe import ConvertRecipe
 from quantkit.system.device import CPU, device_label
 from quantkit.system.files import sha256_of
+from quantkit.system.interpreter import PACKAGE, code_digest
 from quantkit.system.sizes import bits_per_weight
-
-PACKAGE = Path(quantkit.__file__).parent
-NOT_OF_THE_WORK = "cli"  # the folder whose code decides no byte
 
 
 def fingerprint(job: CheckedJob) -> dict[str, Any]:
@@ -49,15 +45,6 @@ def fingerprint(job: CheckedJob) -> dict[str, Any]:
 def side_hashes(source: Source) -> dict[str, str]:
     """sha256 of the tokenizer's and other files that come from a checkpoint, by name; a GGUF file holds all it has."""
     return {name: sha256_of(path) for name, path in source.side_files().items()}
-
-
-def code_digest(package: Path) -> str:
-    """sha256 over the code of the package in that folder, Python and C, that can decide bytes of an artifact."""
-    digest = hashlib.sha256()
-    for path in sorted(path for kind in ("*.py", "*.c") for path in package.rglob(kind)):
-        if path.relative_to(package).parts[0] != NOT_OF_THE_WORK:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def portable(job: Job) -> ConvertRecipe:

@@ -20,12 +20,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from quantkit.artifact import MANIFEST, FileEntry, open_artifact
 from quantkit.checkpoints.spool import JOURNAL, SPOOL, read_journal
 from quantkit.errors import ArtifactError, OutputError, QuantkitError, UnsupportedError, reason_of
+from quantkit.records.artifact import MANIFEST, FileEntry, open_artifact
 from quantkit.system.files import refuse_unwritable, replace_text, sha256_of, sync_folder
 from quantkit.system.sizes import in_one_unit
-from quantkit.untrusted import path_of, read_object
+from quantkit.system.untrusted import path_of, read_object
 
 OWNER, WORK = ".owner", "work.json"
 # What belongs to the work, not to the artifact, in the order in which it goes when the artifact is whole.

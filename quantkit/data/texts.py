@@ -22,7 +22,7 @@ import numpy as np
 
 from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
 from quantkit.errors import TextError
-from quantkit.untrusted import path_of, read_text, reraise_as
+from quantkit.system.untrusted import path_of, read_text, reraise_as
 
 Split = Literal["calibration", "evaluation"]
 Part = str | Conversation

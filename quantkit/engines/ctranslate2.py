@@ -19,7 +19,7 @@ from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, UnsupportedError, missing_package
 from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary
 from quantkit.system.processor import cpuinfo
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,9 +12,8 @@ import numpy as np
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
-from quantkit.recipe import AUTO
-from quantkit.system.device import CPU
-from quantkit.untrusted import reraise_as
+from quantkit.system.device import AUTO, CPU
+from quantkit.system.untrusted import reraise_as
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -170,4 +169,5 @@ ENGINE = Engine(
     process="both",
     variables=("GGML_", *KERNEL_VARIABLES),
     sets_threads=True,
+    server="llama-cpp-python's server",
 )

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from quantkit.artifact import Artifact
 from quantkit.calibration.passes import WindowWalk
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec, WeightStats, refuse_dtype
@@ -45,9 +44,10 @@ from quantkit.models.unfuse import cut
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import products_everywhere
 from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.records.artifact import Artifact
 from quantkit.system.device import find_device
 from quantkit.system.memory import trim_heap
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ from quantkit.models.config import padding_fix
 from quantkit.models.skeleton import leftovers, load_whole, open_skeleton
 from quantkit.models.text_half import is_multimodal
 from quantkit.system.device import find_device
-from quantkit.untrusted import read_object, reraise_as
+from quantkit.system.untrusted import read_object, reraise_as
 
 DTYPES = ("bfloat16", "float16", "float32")
 

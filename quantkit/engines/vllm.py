@@ -16,9 +16,8 @@ import numpy as np
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.errors import DependencyError, EngineError, RecipeError
-from quantkit.recipe import AUTO
-from quantkit.system.device import CPU
-from quantkit.untrusted import reraise_as
+from quantkit.system.device import AUTO, CPU
+from quantkit.system.untrusted import reraise_as
 
 if TYPE_CHECKING:
     import torch
@@ -150,4 +149,5 @@ ENGINE = Engine(
     find_device=_find_device,
     refuse=lambda dtype: refuse_dtype("vllm", dtype, DTYPES),
     variables=("VLLM_", *KERNEL_VARIABLES),
+    server="vLLM's server",
 )

@@ -28,12 +28,12 @@ from quantkit.contracts.windows import Cut, alike, positions_in
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.scores import score
 from quantkit.models.source import Source
-from quantkit.recipe import parse
-from quantkit.report.records import BaselineEntry
+from quantkit.records.recipe import parse
+from quantkit.records.report import BaselineEntry
 from quantkit.report.statistics import mean_and_error
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import replace_text, sha256_of
-from quantkit.untrusted import read_object, reraise_as
+from quantkit.system.untrusted import read_object, reraise_as
 
 if TYPE_CHECKING:
     import torch

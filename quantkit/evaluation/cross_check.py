@@ -19,10 +19,10 @@ from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError
 from quantkit.evaluation.engine_choice import REFERENCE, choose, own_device
 from quantkit.evaluation.evaluate import LIMITS, measure, open_with_source, prepare
-from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, spec_of
-from quantkit.report.records import Report
+from quantkit.records.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, spec_of
+from quantkit.records.report import Report
 from quantkit.report.statistics import mean_and_error
+from quantkit.system.progress import Progress
 from quantkit.system.temporary import temporary_folder
 
 MAX_APART = 0.02  # nats; llama.cpp's 8-bit activations brought 0.013 to a model of 135M parameters with outliers

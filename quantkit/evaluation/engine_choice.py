@@ -11,13 +11,13 @@ import sys
 from dataclasses import dataclass
 
 from quantkit.contracts.engine import Engine
-from quantkit.contracts.model import Model
+from quantkit.contracts.model import NOT_ITS_FILES, Model
 from quantkit.contracts.registry import find_engine, find_format
 from quantkit.errors import DependencyError, RecipeError
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.models.source import Source
-from quantkit.recipe import EngineSpec, Strict, parse
-from quantkit.report.records import EngineEntry
+from quantkit.records.recipe import EngineSpec, Strict, parse
+from quantkit.records.report import EngineEntry
 from quantkit.system.device import CPU, device_label, find_device
 from quantkit.system.interpreter import inspect_interpreter
 
@@ -29,10 +29,6 @@ NEEDED = (
     *("psutil", "rich", "filelock", "platformdirs", "yaml"),
 )
 PACKAGES = {"yaml": "PyYAML"}
-NOT_ITS_FILES = (
-    "it reads the files in the model's folder, which hold another one, or bear other names than it looks for. Make a "
-    "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters"
-)
 
 
 class LoadedEntry(Strict):

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import SourceEntry, package_versions
 from quantkit.calibration.tokens import seen_notes
+from quantkit.contracts.check_manifest import refuse_untrue
 from quantkit.contracts.model import Model, ModelLike
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Cut, alike, positions_in, tokens_in
-from quantkit.conversion.check_manifest import refuse_untrue
-from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError
 from quantkit.evaluation.baseline import NOISE_WINDOWS, BaselineFiles, ensure, key_of, resume_folder
@@ -30,11 +28,13 @@ from quantkit.evaluation.protocols import cut, find_protocol
 from quantkit.formats.source import is_artifact, open_model, open_source
 from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
-from quantkit.progress import Progress, Step
-from quantkit.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, Strict, spec_of
-from quantkit.report.records import BaselineEntry, Hardware, Report, TextEntry, this_machine
+from quantkit.records.artifact import SourceEntry, package_versions
+from quantkit.records.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, Strict, spec_of
+from quantkit.records.report import BaselineEntry, Hardware, Report, TextEntry, this_machine
 from quantkit.system.device import device_label
+from quantkit.system.interpreter import PACKAGE, code_digest
 from quantkit.system.processor import usable_cores
+from quantkit.system.progress import Progress, Step
 from quantkit.system.temporary import temporary_folder
 
 LIMITS = MemoryLimits()

@@ -23,11 +23,11 @@ from quantkit.errors import RecipeError, ResourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, own_device, require
 from quantkit.models.config import beside_states, open_config
 from quantkit.models.source import Source
-from quantkit.recipe import MemoryLimits
+from quantkit.records.recipe import MemoryLimits
 from quantkit.system.device import CPU, memory_of
 from quantkit.system.memory import GROWTH, free_memory
 from quantkit.system.sizes import in_one_unit
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 MB = 1_000_000

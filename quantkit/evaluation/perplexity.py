@@ -18,7 +18,7 @@ from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.windows import Window, alike, positions_in, tokens_in
 from quantkit.errors import EngineError
 from quantkit.evaluation.scores import RECORD, Positions, figures_of, score
-from quantkit.report.records import Measurement
+from quantkit.records.report import Measurement
 from quantkit.system.memory import peak_rss_bytes
 
 CHECKSUM_BYTES = 4

@@ -16,7 +16,7 @@ from quantkit.data.texts import encode
 from quantkit.errors import EngineError, RecipeError, near_miss
 from quantkit.evaluation.perplexity import measure_perplexity
 from quantkit.models.config import vocabulary_of
-from quantkit.report.records import Measurement
+from quantkit.records.report import Measurement
 from quantkit.report.statistics import mean_and_error, percentiles
 from quantkit.system.memory import device_peak_bytes, peak_rss_bytes
 from quantkit.system.processor import threads

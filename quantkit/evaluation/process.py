@@ -19,28 +19,17 @@ from pydantic import Field, TypeAdapter, ValidationError
 from quantkit import errors
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.engine_choice import ChosenEngine, LoadedEntry
-from quantkit.progress import Progress, Step
-from quantkit.recipe import MOST_TOKENS, EvaluationSpec, Frozen, ModelRef, Strict, Words
-from quantkit.report.records import Measurement
+from quantkit.records.recipe import EvaluationSpec, Frozen, ModelRef, Strict, TaskSpec
+from quantkit.records.report import Measurement
 from quantkit.system import forking
 from quantkit.system.interpreter import lent_code
+from quantkit.system.progress import Progress, Step
 from quantkit.system.ranks import without_ranks
-from quantkit.untrusted import reraise_as, shown
+from quantkit.system.untrusted import reraise_as, shown
 
 # The thread counts of OpenMP, OpenBLAS and MKL; all are set, since the user may have set one.
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 WORKER = "quantkit.evaluation.worker"
-
-
-class TaskSpec(Strict):
-    """The tasks to run, and how; `include` is a folder with further tasks, whose code the harness runs."""
-
-    tasks: tuple[Words, ...] = Field(max_length=1000)
-    include: Words | None = None
-    num_fewshot: int | None = Field(None, ge=0, le=10_000)
-    limit: int | None = Field(None, ge=1, le=1 << 31)
-    chat_template: bool = False
-    n_ctx: int | None = Field(None, ge=1, le=MOST_TOKENS)
 
 
 class LoadRequest(Strict):

@@ -22,7 +22,7 @@ from quantkit.data.texts import Text, adds_bos, encode, first_token, ids_of, pap
 from quantkit.data.wikitext import clean, count_words, pages
 from quantkit.errors import RecipeError, TextError, near_miss
 from quantkit.models.config import context_of, note_beyond_context, refuse_ids
-from quantkit.report.records import Windows
+from quantkit.records.report import Windows
 
 Cutter = Callable[[Text, Any, int, int | None], tuple[list[Window], list[tuple[int, int]]]]
 

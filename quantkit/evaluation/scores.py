@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.contracts.windows import Cut
-from quantkit.report.records import Measurement
+from quantkit.records.report import Measurement
 from quantkit.report.statistics import mean_and_error
 
 # Negative log-likelihoods of the right token in nats, the divergence in nats, 1 if the most likely token is the

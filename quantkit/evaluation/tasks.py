@@ -20,35 +20,21 @@ from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
 from quantkit.errors import RecipeError, UnsupportedError, missing_package
 from quantkit.evaluation.engine_choice import choose
-from quantkit.evaluation.process import LoadRequest, TaskSpec, TasksRequest, run_child
+from quantkit.evaluation.process import LoadRequest, TasksRequest, run_child
 from quantkit.evaluation.scores import score
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of, note_beyond_context
-from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, Strict, spec_of
-from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine
+from quantkit.records.recipe import EngineSpec, TaskSpec, spec_of
+from quantkit.records.report import TaskReport, this_machine
 from quantkit.system.device import device_label
 from quantkit.system.interpreter import inspect_interpreter
 from quantkit.system.processor import usable_cores
+from quantkit.system.progress import Progress
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import path_of, reraise_as
+from quantkit.system.untrusted import path_of, reraise_as
 
 MOST_FILES = 50_000  # below the folder of further tasks; lm-eval brings some 15,000
 MAX_NEW_TOKENS = 256  # of an answer, if a task names no number
-
-
-class TaskReport(Strict):
-    """Accuracy on tasks: `results` by task and figure, by the harness's names."""
-
-    model: ModelEntry
-    engine: EngineEntry
-    hardware: Hardware
-    settings: TaskSpec
-    results: dict[str, dict[str, float]]
-    versions: dict[str, str]
-    num_fewshot: dict[str, int]
-    samples: dict[str, int]
-    lm_eval: str
 
 
 def evaluate_tasks(
@@ -85,7 +71,7 @@ def evaluate_tasks(
     if spec.n_ctx is not None:
         note_beyond_context(opened.config, spec.n_ctx, "texts")  # refuses
     if opened.artifact is not None:
-        from quantkit.conversion.check_manifest import refuse_untrue  # not in the child process
+        from quantkit.contracts.check_manifest import refuse_untrue  # not in the child process
 
         refuse_untrue(opened.artifact)
     load = LoadRequest(model=opened.ref, engine=chosen, threads=usable_cores())

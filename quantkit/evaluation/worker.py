@@ -27,11 +27,11 @@ from quantkit.evaluation.probes import PROMPT_TOKENS, find_probe
 from quantkit.evaluation.process import BaselineRef, BaselineRequest, LoadRequest, MeasureRequest, Request, read_request
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.config import context_of
-from quantkit.progress import Progress
-from quantkit.recipe import ModelRef
+from quantkit.records.recipe import ModelRef
 from quantkit.system.memory import peak_rss_bytes, restart_peak
+from quantkit.system.progress import Progress
 from quantkit.system.threads import end_with_parent
-from quantkit.untrusted import read_text, reraise_as
+from quantkit.system.untrusted import read_text, reraise_as
 
 Send = Callable[[dict[str, Any]], None]
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Kind, Layout, Loading
 from quantkit.contracts.run import Checked, Run
@@ -45,7 +44,8 @@ from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shape
 from quantkit.models.source import Source
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
-from quantkit.untrusted import shown, whole_number
+from quantkit.records.artifact import Artifact
+from quantkit.system.untrusted import shown, whole_number
 
 MOST_COLUMNS = 1 << 24  # of a group
 UNIT = 32  # rows and columns of what each processor of vLLM holds

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import ArtifactError
 from quantkit.models.text_half import roots
-from quantkit.untrusted import read_object, shown
+from quantkit.system.untrusted import read_object, shown
 
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton

@@ -23,7 +23,7 @@ from quantkit.formats.float import Checkpoint, read_folder
 from quantkit.models.text_half import config_of, prefixes_of
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled_weight import ScaledWeight
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 AGAIN = re.compile(r"(Convert again( with --force)?|Fetch the checkpoint again)\.")
 FETCH = "Fetch the files again if they are damaged. If not, quantkit does not support them: give the unquantized model."

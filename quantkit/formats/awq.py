@@ -19,7 +19,7 @@ from quantkit.formats._grouped_codes import GroupedPacking
 from quantkit.formats._packed_layers import Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched, recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 FORMER = {"w_bit": "bits", "q_group_size": "group_size"}
 

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Content, Format, Kind, Layout, Loading, TensorWriter
 from quantkit.contracts.run import Checked, Run
@@ -39,7 +38,8 @@ from quantkit.models.skeleton import Skeleton, linears_to_quantize, open_skeleto
 from quantkit.models.source import Source
 from quantkit.models.unfuse import renamed
 from quantkit.numerics.normal_float import STATES, NormalFloatWeight
-from quantkit.untrusted import reraise_as, shown, silenced
+from quantkit.records.artifact import Artifact
+from quantkit.system.untrusted import reraise_as, shown, silenced
 
 CALLED = {"nf4": "4-bit NormalFloat", "fp4": "4-bit floats (FP4)"}
 SCALES, ORDER = "SCB", "weight_format"

@@ -31,11 +31,11 @@ from quantkit.formats._quantization_config import refuse_other_dtypes
 from quantkit.models.config import load_tokenizer, refuse_config, refuse_token_ids
 from quantkit.models.source import Source
 from quantkit.models.text_half import config_of, prefixes_of
-from quantkit.untrusted import read_object, shown
+from quantkit.system.untrusted import read_object, shown
 
 if TYPE_CHECKING:
-    from quantkit.artifact import Artifact
     from quantkit.models.skeleton import Skeleton
+    from quantkit.records.artifact import Artifact
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 PIECE = 1 << 20  # values that are in memory at a time

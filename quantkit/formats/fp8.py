@@ -23,7 +23,7 @@ from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
 from quantkit.formats._packed_layers import RowsReader
 from quantkit.formats._quantization_config import quantization_of, recognizes
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 AGAIN = "Fetch the checkpoint again."
 SCALES = ("_scale_inv", "_scale")  # behind a tensor's name

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from quantkit.artifact import Artifact
 from quantkit.contracts.format import Content, Format, Layout, Loading
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
@@ -36,7 +35,8 @@ from quantkit.formats._quantization_config import (
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.untrusted import read_object, shown
+from quantkit.records.artifact import Artifact
+from quantkit.system.untrusted import read_object, shown
 
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what zero points are stored less
 SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.checkpoints.adapter import base_of, is_adapter, open_adapter
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
 from quantkit.errors import RecipeError, SourceError, reason_of
@@ -14,9 +12,11 @@ from quantkit.formats._quantization_config import FILES as SETTINGS
 from quantkit.formats._quantized_checkpoint import open_folder
 from quantkit.formats.float import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
+from quantkit.models.adapter import base_of, is_adapter, open_adapter
 from quantkit.models.source import Source, refuse_another_head
-from quantkit.recipe import ModelRef
-from quantkit.untrusted import path_of, shown
+from quantkit.records.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.records.recipe import ModelRef
+from quantkit.system.untrusted import path_of, shown
 
 FILES = "a .safetensors or .gguf file"
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES, *SETTINGS]

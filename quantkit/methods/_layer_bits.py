@@ -28,7 +28,7 @@ from quantkit.methods._targets import AUTO, as_table, given_target, write_recipe
 from quantkit.models.stand_in import layers_of_one_input
 from quantkit.numerics.allocation import fewest_bytes, least_damage
 from quantkit.numerics.grid import round_to_nearest
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 
 WIDTHS = (2, 3, 4, 8)
 KIND = {

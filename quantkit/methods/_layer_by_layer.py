@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quantkit.contracts.format import Layout, Written
 from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.run import Run
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 
 
 def write_layers(

@@ -24,7 +24,7 @@ from quantkit.formats.ctranslate2.architectures import SourceTensors, refusal, r
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.models.config import ADD_ROWS
 from quantkit.models.overrides import OverriddenSource
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 from quantkit.system.memory import GROWTH
 from quantkit.system.temporary import temporary_folder
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import CheckedJob, Job, Method
 from quantkit.contracts.run import Checked, Run
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 
 
 class Options(Strict):

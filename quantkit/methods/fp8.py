@@ -18,7 +18,7 @@ from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
 from quantkit.numerics.scaled_rounding import BLOCK, round_float8
 from quantkit.numerics.scaled_weight import ScaledWeight
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 
 
 class Options(Strict):

@@ -30,7 +30,7 @@ from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.scaled_rounding import int8_with_feedback, round_int8
 from quantkit.numerics.scaled_weight import INT8_TOP, InputRounding, ScaledWeight
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 
 SAMPLED_TOKENS = 256  # of a layer's inputs, spread evenly, in the trials
 SAMPLED_ROWS = 256  # of the layers that share their scales

@@ -19,7 +19,7 @@ from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled_weight import ScaledWeight
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 
 
 class Options(Strict):

@@ -18,7 +18,7 @@ from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.normal_float import NormalFloatWeight
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 
 BLOCK = 64
 

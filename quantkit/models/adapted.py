@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from quantkit.checkpoints.adapter import WEIGHTS, Adapter, LowRank
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.checkpoints.side_files import (
     TOKENIZER_FILES,
@@ -32,13 +31,14 @@ from quantkit.checkpoints.side_files import (
     refuse_side_files,
 )
 from quantkit.errors import SourceError
+from quantkit.models.adapter import WEIGHTS, Adapter, LowRank
 from quantkit.models.config import load_tokenizer
 from quantkit.models.overrides import OverriddenSource, Override
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.low_rank import merge_linear
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 OTHER_BASE = "Give the base model that the adapter was made for."
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.errors import QuantkitError, UnsupportedError, one_line, reason_of, shortage_of
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 DENSE = (
     "apertus", "arcee", "bamba", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cohere_compass_text", "ctrl", "cwm",

@@ -21,7 +21,7 @@ from quantkit.checkpoints.side_files import TOKENIZER_SETTINGS, copy_side_files,
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.system.modules import importing
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import DEEPEST, depth_exceeds, read_object, reraise_as, shown, silenced, whole_number
+from quantkit.system.untrusted import DEEPEST, depth_exceeds, read_object, reraise_as, shown, silenced, whole_number
 
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 # Architectures with a table of positions, which ends.
@@ -60,17 +60,6 @@ RANGES: Mapping[tuple[str, ...], Range] = {
 }
 IN_ROPE: Mapping[tuple[str, ...], Range] = {**RANGES, ("factor", "beta_fast", "beta_slow"): POSITIVE}
 LARGEST_ID = 1 << 24  # of a token, either way: published models have -1, and ids of tokens without a row
-
-
-def leave_torch_out() -> None:
-    """Import transformers without torch, unless either is loaded; saves 300 MB. We can import torch afterwards."""
-    if sys.modules.keys() & {"torch", "transformers"}:
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # what Python takes for "cannot be imported"
-    try:
-        from transformers import AutoConfig, AutoTokenizer  # noqa: F401
-    finally:
-        del sys.modules["torch"]
 
 
 def torch_left_out() -> bool:

@@ -17,7 +17,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.models.config import open_config
 from quantkit.models.source import Source
 from quantkit.models.text_half import with_text
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 Multipliers = NDArray[np.float32]  # one, or one for each row
 

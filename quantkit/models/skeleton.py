@@ -26,7 +26,7 @@ from quantkit.models.source import Source, refuse_other_values
 from quantkit.models.unfuse import READ_OUTSIDE, Origin, cut, hold_linears, left_alone, renamed, too_small
 from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
-from quantkit.untrusted import reraise_as, shown
+from quantkit.system.untrusted import reraise_as, shown
 
 LONG_CONTEXT = 1 << 14  # tokens; beyond, the size of buffers is checked before they are made
 MOST_BUFFER_BYTES = 1 << 30

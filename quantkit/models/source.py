@@ -22,7 +22,7 @@ from quantkit.system.files import sha256_of
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.checkpoints.adapter import Adapter
+    from quantkit.models.adapter import Adapter
 
 # Of the output head and the embedding in transformers (`_tied_weights_keys`), the embedding after its module's name.
 HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight", "head.weight")

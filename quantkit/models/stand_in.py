@@ -22,7 +22,7 @@ from quantkit.models.architectures import Signal, block_of, running
 from quantkit.models.config import EXPERTS
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter, tables
 from quantkit.models.unfuse import EXPERT
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 TOKENS = 16
 LARGE_BLOCK = 1 << 25  # parameters; beyond, the stand-in is narrower

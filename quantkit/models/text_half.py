@@ -13,7 +13,7 @@ from typing import Any
 
 from quantkit.errors import UnsupportedError
 from quantkit.models.config import open_config
-from quantkit.untrusted import reraise_as, shown
+from quantkit.system.untrusted import reraise_as, shown
 
 TEXT = "text_config"
 BASE, HEAD = "model.", "lm_head."  # what a causal language model's names begin with

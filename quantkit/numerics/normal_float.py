@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.untrusted import shown
-
 if TYPE_CHECKING:
     import torch
 
@@ -89,17 +87,17 @@ class NormalFloatWeight:
             raise ValueError(f"its quant_state tells of no {self.kind}")
         shape = state.get("shape")
         if not isinstance(shape, list) or len(shape) != 2 or not all(_is_count(n) for n in shape):
-            raise ValueError(f"its quant_state has the shape {shown(shape)}")
+            raise ValueError(f"its quant_state has the shape {shape!r:.200}")
         if str(self.packed.dtype) != "torch.uint8" or self.packed.numel() != -(-math.prod(shape) // 2):
             raise ValueError(f"{self.packed.numel()} bytes of {self.packed.dtype} are no codes for the shape {shape}")
         if len(self.packed) != self.packed.numel():  # bitsandbytes turns what it reads of a single row
             raise ValueError(f"its codes have the shape {tuple(self.packed.shape)}, and not one column")
         for key in ("blocksize", "nested_blocksize"):
             if (key == "blocksize" or key in state) and not (_is_count(state.get(key)) and state[key] <= LARGEST_BLOCK):
-                raise ValueError(f"its quant_state has the {key} {shown(state.get(key))}")
+                raise ValueError(f"its quant_state has the {key} {state.get(key)!r:.200}")
         offset = state.get("nested_offset", 0.0)
         if not isinstance(offset, int | float) or not math.isfinite(offset):
-            raise ValueError(f"its quant_state has the nested_offset {shown(offset)}")
+            raise ValueError(f"its quant_state has the nested_offset {offset!r:.200}")
         if "nested_blocksize" in state and "nested_offset" not in state:
             raise ValueError("its quant_state has no nested_offset")
         return state

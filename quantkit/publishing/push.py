@@ -21,7 +21,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
-from quantkit.artifact import CARD, LOADABLE, MANIFEST, Artifact, FileEntry, open_artifact
+from quantkit.contracts.registry import server_of
 from quantkit.conversion.verify import verify
 from quantkit.errors import (
     LONGEST_REASON,
@@ -34,12 +34,12 @@ from quantkit.errors import (
     reason_of,
     shortage_of,
 )
-from quantkit.progress import Progress
 from quantkit.publishing.results import PREFIX, eval_results
+from quantkit.records.artifact import CARD, LOADABLE, MANIFEST, Artifact, FileEntry, open_artifact
 from quantkit.report.card import BEGIN, convert_command, front_matter
-from quantkit.serving.servers import server_summary
+from quantkit.system.progress import Progress
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import read_text, shown
+from quantkit.system.untrusted import read_text, shown
 
 MOST_CARD = 1 << 24  # bytes
 # Endings of unfinished files and files of processes, which no artifact has, even if a manifest names them.
@@ -194,7 +194,7 @@ def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str
     fetch = f"hf download {repo} --local-dir FOLDER"
     lines = [made] if made.isprintable() and "`" not in made else []
     lines += [fetch, "quantkit verify FOLDER", "quantkit eval-ppl FOLDER"]
-    lines += ["quantkit serve FOLDER"] if server_summary(artifact.manifest.format) else []
+    lines += ["quantkit serve FOLDER"] if server_of(artifact.manifest.format) else []
     words = "The commands to make, fetch, check, evaluate and serve it:"
     section = "\n".join(["## Commands", "", words, "", "```bash", *lines, "```", ""])
     body = text[head.end() :].replace(HERE, f"`{fetch}` fetches it.", 1)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import yaml
 
-from quantkit.artifact import Artifact
 from quantkit.errors import RecipeError, ReportError
-from quantkit.evaluation.tasks import TaskReport
-from quantkit.recipe import parse
-from quantkit.untrusted import path_of, read_object
+from quantkit.records.artifact import Artifact
+from quantkit.records.recipe import parse
+from quantkit.records.report import TaskReport
+from quantkit.system.untrusted import path_of, read_object
 
 PREFIX = ".eval_results/quantkit-"  # of the names of our files; others' are left alone
 MOST_REPORT = 1 << 24  # bytes

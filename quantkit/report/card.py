@@ -18,14 +18,14 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, WeightError, open_artifact
 from quantkit.errors import ArtifactError, QuantkitError, SourceError
-from quantkit.recipe import CalibrationSpec, ConvertRecipe
-from quantkit.report.records import Report
+from quantkit.records.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, WeightError, open_artifact
+from quantkit.records.recipe import CalibrationSpec, ConvertRecipe
+from quantkit.records.report import Report
 from quantkit.report.table import Table, escape_markdown
 from quantkit.system.files import create, replace_text, sha256_of
 from quantkit.system.sizes import megabytes
-from quantkit.untrusted import MOST_YAML, inside, parse_yaml
+from quantkit.system.untrusted import MOST_YAML, inside, parse_yaml
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 MOST_INHERITED, LONGEST_INHERITED = 200, 300  # texts in a list, and characters of a text

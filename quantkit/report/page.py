@@ -17,10 +17,10 @@ import yaml
 from jinja2 import Environment
 from markupsafe import Markup, escape
 
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.errors import ArtifactError, one_line
+from quantkit.records.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.records.report import NAMES, Measurement, Report, noise_of
 from quantkit.report.card import templates
-from quantkit.report.records import NAMES, Measurement, Report, noise_of
 from quantkit.report.statistics import HIGHER, best
 from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTILE, QUALITY, Table, split_label
 from quantkit.system.processor import threads

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from quantkit.report.records import Measurement
+    from quantkit.records.report import Measurement
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 # Names of figures of which more is better; of all others less is.

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Group
 
 from quantkit.errors import ReportError, one_line
-from quantkit.report.records import SPREAD, Measurement, Report, noise_of, parse_report
+from quantkit.records.report import SPREAD, Measurement, Report, noise_of, parse_report
 from quantkit.report.screen import FigureGrid, draw_grid, plain_text
 from quantkit.report.statistics import best
 from quantkit.system.files import replace_text
 from quantkit.system.processor import threads
 from quantkit.system.sizes import megabytes
-from quantkit.untrusted import LARGEST_NAME, path_of, read_object, shown
+from quantkit.system.untrusted import LARGEST_NAME, path_of, read_object, shown
 
 if TYPE_CHECKING:
     from rich.console import Console

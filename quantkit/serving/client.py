@@ -17,7 +17,7 @@ from urllib.parse import quote
 import httpx2
 
 from quantkit.errors import RecipeError, one_line
-from quantkit.recipe import LoadTestSpec
+from quantkit.records.recipe import LoadTestSpec
 
 OK, UNFINISHED = "ok", "unfinished"
 APIS = {"completions": "/completions", "chat": "/chat/completions"}

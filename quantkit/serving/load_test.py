@@ -18,12 +18,12 @@ import numpy as np
 
 from quantkit.data.prompts import PROMPTS, WARM_UP
 from quantkit.errors import RecipeError
-from quantkit.progress import Progress
-from quantkit.recipe import LoadTestSpec, Strict
-from quantkit.report.records import Hardware, Measurement, this_machine
+from quantkit.records.recipe import LoadTestSpec, Strict
+from quantkit.records.report import Hardware, Measurement, this_machine
 from quantkit.report.statistics import percentiles
 from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint, send
-from quantkit.untrusted import path_of, read_text
+from quantkit.system.progress import Progress
+from quantkit.system.untrusted import path_of, read_text
 
 FIRST_REST, LONGEST_REST = 0.05, 1.0  # seconds after a failure, doubled with each in a row
 HOPELESS = ("refused", "connect timeout")  # of the warm-up: nothing more is sent
@@ -66,10 +66,10 @@ def prompts_of(path: Path) -> tuple[str, ...]:
 
 
 def run_load_test(
-    endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] = PROMPTS, progress: Progress | None = None
+    endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] | None = None, progress: Progress | None = None
 ) -> LoadReport:
     """Send requests to the endpoint and report. It always ends on time."""
-    return asyncio.run(_LoadTest(endpoint, spec, prompts, progress or Progress()).report())
+    return asyncio.run(_LoadTest(endpoint, spec, prompts or PROMPTS, progress or Progress()).report())
 
 
 class _LoadTest:

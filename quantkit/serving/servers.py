@@ -9,16 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit.contracts.check_manifest import refuse_untrue
 from quantkit.contracts.format import Format
-from quantkit.contracts.model import Model
+from quantkit.contracts.model import NOT_ITS_FILES, Model
 from quantkit.contracts.registry import engines, find_format, formats
-from quantkit.conversion.check_manifest import refuse_untrue
 from quantkit.errors import RecipeError, UnsupportedError, near_miss, one_line
-from quantkit.evaluation.engine_choice import NOT_ITS_FILES
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of
-from quantkit.recipe import ServeSpec, parse
+from quantkit.records.recipe import ServeSpec, parse
 from quantkit.system.processor import usable_cores
 
 USUAL_CONTEXT = 4096  # tokens, where the model takes more and the user does not say
@@ -150,13 +149,6 @@ def choose_server(model: Model, name: str | None) -> Server:
     if reason := SERVERS[name].refusal(model):
         raise UnsupportedError(f"{SERVERS[name].summary} cannot serve {model.label}: {reason}")
     return SERVERS[name]
-
-
-def server_summary(format_name: str) -> str | None:
-    """Return the name of the server that quantkit starts for a format, or None."""
-    stored = formats().get(format_name)
-    fitting = (server for server in SERVERS.values() if stored and server.modules and server.loader in stored.engines)
-    return next((server.summary for server in fitting), None)
 
 
 def refusal(loader: str, stored: Format, quantization: Mapping[str, Any]) -> str | None:

@@ -6,9 +6,8 @@ import sys
 from importlib.metadata import entry_points, version
 
 from quantkit.errors import RecipeError, reason_of
-from quantkit.recipe import AUTO
 
-CPU = "cpu"
+AUTO, CPU = "auto", "cpu"
 FAILURES = (RuntimeError, AssertionError, NotImplementedError)
 
 

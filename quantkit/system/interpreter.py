@@ -1,7 +1,8 @@
-"""Another Python interpreter: what it has installed, and how quantkit's own code is lent to it."""
+"""quantkit's own code, by its hash and as another Python interpreter gets it; what that one has installed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from quantkit.system import modules
 
 LOOK_LIMIT = 120.0  # seconds
 PACKAGE = Path(__file__).parents[1]  # quantkit's own folder
+NOT_OF_THE_WORK = "cli"  # the folder in it whose code decides no byte
 
 
 def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
@@ -40,3 +42,12 @@ def lent_code(folder: Path) -> str:
     facts.write_text(f"Metadata-Version: 2.1\nName: quantkit\nVersion: {number}\n", encoding="utf-8")
     (folder / "quantkit").symlink_to(PACKAGE, target_is_directory=True)
     return str(folder)
+
+
+def code_digest(package: Path) -> str:
+    """sha256 over the code of the package in that folder, Python and C, that can decide bytes of an artifact."""
+    digest = hashlib.sha256()
+    for path in sorted(path for kind in ("*.py", "*.c") for path in package.rglob(kind)):
+        if path.relative_to(package).parts[0] != NOT_OF_THE_WORK:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from quantkit.recipe import AUTO
-from quantkit.system.device import CPU, device_memory
+from quantkit.system.device import AUTO, CPU, device_memory
 from quantkit.system.ranks import joined_shards
 
 GROWTH = 48_000_000  # bytes

@@ -49,3 +49,14 @@ def version_of(module: str) -> str | None:
 
 if __name__ == "__main__":
     json.dump({"lacks": missing_modules(tuple(sys.argv[1:])), "version": version_of(sys.argv[1])}, sys.stdout)
+
+
+def leave_torch_out() -> None:
+    """Import transformers without torch, unless either is loaded; saves 300 MB. We can import torch afterwards."""
+    if sys.modules.keys() & {"torch", "transformers"}:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # what Python takes for "cannot be imported"
+    try:
+        from transformers import AutoConfig, AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]

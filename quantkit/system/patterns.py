@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from quantkit.errors import QuantkitError
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 SECONDS = 20  # for all names and expressions; thousands of both take less than one
 MOST_PATTERNS, LONGEST_PATTERN = 20_000, 4096

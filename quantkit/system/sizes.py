@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from quantkit.errors import RecipeError
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 LARGEST = 1 << 60  # bytes

@@ -10,7 +10,7 @@ from tiny_llama import job_for
 from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.calibration.sensitivity import Changes, _kept_at, sensitivities
 from quantkit.calibration.tokens import draw_tokens, tokens_of
-from quantkit.recipe import CalibrationSpec
+from quantkit.records.recipe import CalibrationSpec
 
 LENGTH = 16
 # Starts that leave something to learn.

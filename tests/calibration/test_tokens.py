@@ -8,7 +8,7 @@ from quantkit.calibration.tokens import draw_tokens, seen_notes
 from quantkit.data.texts import Text, bundled_text, ids_of, load_text
 from quantkit.errors import TextError
 from quantkit.evaluation.protocols import cut
-from quantkit.recipe import CalibrationSpec
+from quantkit.records.recipe import CalibrationSpec
 
 # A long head, as many models give one to every conversation.
 HEAD = " ".join(f"rule{number}" for number in range(60))

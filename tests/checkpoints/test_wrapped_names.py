@@ -8,12 +8,12 @@ from tiny_models import changed_copy
 from transformers import AutoModelForCausalLM
 from trials import dense_values
 
-from quantkit.checkpoints.adapter import WEIGHTS, open_adapter
 from quantkit.checkpoints.safetensors import unwrapped
 from quantkit.conversion.convert import convert
 from quantkit.errors import UnsupportedError
 from quantkit.formats.float import SINGLE as WHOLE
 from quantkit.formats.source import open_source
+from quantkit.models.adapter import WEIGHTS, open_adapter
 
 
 @pytest.mark.parametrize(

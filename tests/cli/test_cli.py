@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tiny_models import EVALUATION_FLAGS, SAMPLE, quantkit
 
-from quantkit.artifact import Manifest, open_artifact
 from quantkit.contracts.registry import formats_for, methods
-from quantkit.report.records import Report
+from quantkit.records.artifact import Manifest, open_artifact
+from quantkit.records.report import Report
 from quantkit.report.table import read_tables
 
 pytestmark = pytest.mark.usefixtures("here")

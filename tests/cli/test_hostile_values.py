@@ -7,7 +7,7 @@ from tiny_models import CALIBRATION, SAMPLE, quantkit
 
 from quantkit import compare, convert, evaluate
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.recipe import load_recipe
+from quantkit.records.recipe import load_recipe
 from quantkit.system.sizes import parse_size
 
 NINES = "9" * 400

@@ -13,7 +13,7 @@ from quantkit.cli.convert import method_options
 from quantkit.cli.options import Command, Fields, Values, with_options, writable
 from quantkit.contracts.registry import find_method
 from quantkit.errors import OutputError
-from quantkit.recipe import CalibrationSpec, EngineSpec, LoadTestSpec, Positive, Strict
+from quantkit.records.recipe import CalibrationSpec, EngineSpec, LoadTestSpec, Positive, Strict
 
 
 class Drink(Strict):

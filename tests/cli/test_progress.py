@@ -13,7 +13,7 @@ from tiny_models import EVALUATION_FLAGS, quantkit
 from quantkit.cli import progress as module
 from quantkit.cli.progress import Lines, configure_verbosity, progress_bars
 from quantkit.comparison.compare import CALIBRATION_COST, CONVERSION_COST, SOURCE_COST
-from quantkit.progress import Pieces, Progress, Step, Timed
+from quantkit.system.progress import Pieces, Progress, Step, Timed
 
 LINE = re.compile(r"[^\r\x1b]+: (done, \d+ s|done, \d+:\d\d min|\d+% after \d.*)")
 # Seconds of the source, and of the conversion and the evaluation of each variant: sums of logged steps and 2 s for each

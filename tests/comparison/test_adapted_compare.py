@@ -9,8 +9,6 @@ from tiny_adapters import low_rank, save_adapter
 from tiny_models import CALIBRATION, EVALUATION, prepare_job, quantkit, succeeds
 from transformers import AutoModelForCausalLM
 
-from quantkit.artifact import MANIFEST, open_artifact
-from quantkit.checkpoints.adapter import CONFIG, WEIGHTS
 from quantkit.comparison.compare import compare
 from quantkit.conversion.check import check
 from quantkit.conversion.manifest import fingerprint
@@ -21,8 +19,10 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import open_with_source, prepare
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
+from quantkit.models.adapter import CONFIG, WEIGHTS
 from quantkit.models.skeleton import load_whole
-from quantkit.recipe import EngineSpec, EvaluationSpec, ModelRef, load_recipe
+from quantkit.records.artifact import MANIFEST, open_artifact
+from quantkit.records.recipe import EngineSpec, EvaluationSpec, ModelRef, load_recipe
 
 SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "probes": ("size", "perplexity")}}
 VARIANTS, LABEL = ["float:float32"], "float-float32"

@@ -10,14 +10,14 @@ from edits import edit_json, put
 from tiny_models import CALIBRATION, EVALUATION
 
 from quantkit import verify
-from quantkit.artifact import CARD, MANIFEST
 from quantkit.comparison.compare import Comparison, compare
 from quantkit.conversion import convert
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import evaluate as evaluation
 from quantkit.formats.source import open_model
-from quantkit.recipe import CompareRecipe
-from quantkit.report.records import read_report, this_machine
+from quantkit.records.artifact import CARD, MANIFEST
+from quantkit.records.recipe import CompareRecipe
+from quantkit.records.report import read_report, this_machine
 from quantkit.report.table import read_tables
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of

@@ -18,9 +18,9 @@ from tiny_models import CALIBRATION, EVALUATION, save_tiny
 from quantkit.comparison.executors import OnRay
 from quantkit.comparison.sweep import run_sweep
 from quantkit.comparison.tasks import read_task, read_tasks
-from quantkit.progress import Progress
-from quantkit.recipe import ModelRef, load_recipe
+from quantkit.records.recipe import ModelRef, load_recipe
 from quantkit.report.table import read_places
+from quantkit.system.progress import Progress
 
 pytestmark = pytest.mark.slow
 VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]

@@ -15,11 +15,11 @@ from quantkit.comparison.compare import compare
 from quantkit.comparison.executors import LOST, Local
 from quantkit.comparison.tasks import Task, read_task, read_tasks, run_task
 from quantkit.errors import QuantkitError
-from quantkit.progress import Progress
-from quantkit.recipe import SweepRecipe, parse
+from quantkit.records.recipe import SweepRecipe, parse
+from quantkit.records.report import Hardware
 from quantkit.report.page import find_artifacts
-from quantkit.report.records import Hardware
 from quantkit.report.table import read_places
+from quantkit.system.progress import Progress
 
 SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "probes": ("size", "perplexity")}}
 

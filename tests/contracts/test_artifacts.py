@@ -8,7 +8,6 @@ import torch
 from tiny_models import SAMPLE
 from trials import dense, dense_values
 
-from quantkit.artifact import open_artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
@@ -23,9 +22,10 @@ from quantkit.evaluation.protocols import cut
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.gguf.file_types import IQ_MIXES
 from quantkit.formats.source import open_source
-from quantkit.progress import Progress
-from quantkit.recipe import EvaluationSpec
+from quantkit.records.artifact import open_artifact
+from quantkit.records.recipe import EvaluationSpec
 from quantkit.system.modules import missing_modules
+from quantkit.system.progress import Progress
 
 # A method for each format that needs no calibration, and its options.
 MADE_BY = {

@@ -11,7 +11,7 @@ import quantkit
 from quantkit.contracts import registry
 from quantkit.contracts.registry import find_format, find_format_for, find_method, formats, formats_for, methods
 from quantkit.errors import RecipeError
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 
 PACKAGE = Path(quantkit.__file__).parent
 every_method = pytest.mark.parametrize("method", methods().values(), ids=lambda method: method.name)

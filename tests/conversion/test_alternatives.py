@@ -12,7 +12,7 @@ from quantkit.conversion import check as checking
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.check import prepare
 from quantkit.errors import QuantkitError, UnsupportedError
-from quantkit.recipe import ConvertRecipe
+from quantkit.records.recipe import ConvertRecipe
 
 SAID = "Methods that take this model: "
 DYNAMIC = {"type": "dynamic", "factor": 2.0}

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from tiny_models import CALIBRATION, conversion_by
 
 from quantkit import convert, open_artifact, verify
-from quantkit.artifact import MANIFEST
 from quantkit.checkpoints.spool import Spool
 from quantkit.conversion import staging
 from quantkit.conversion.staging import staged
 from quantkit.errors import ArtifactError, OutputError
+from quantkit.records.artifact import MANIFEST
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from edits import edit_json, put
 
-from quantkit.artifact import CARD, MANIFEST, MOST_FILES, MOST_MANIFEST, open_artifact
 from quantkit.conversion.verify import verify
 from quantkit.errors import ArtifactError
+from quantkit.records.artifact import CARD, MANIFEST, MOST_FILES, MOST_MANIFEST, open_artifact
 
 ENTRY = {"bytes": 1, "sha256": "0" * 64}
 

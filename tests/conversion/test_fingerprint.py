@@ -12,8 +12,9 @@ from tiny_models import CALIBRATION, SAMPLE, prepare_job
 from quantkit.contracts.registry import find_format
 from quantkit.conversion import manifest
 from quantkit.conversion.check import check
-from quantkit.conversion.manifest import PACKAGE, code_digest, fingerprint
+from quantkit.conversion.manifest import fingerprint
 from quantkit.formats.source import open_source
+from quantkit.system.interpreter import PACKAGE, code_digest
 
 CALIBRATED = {"calibration", "device", "batch_tokens", "threads", "processor"}
 

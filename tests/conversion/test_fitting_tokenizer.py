@@ -15,7 +15,7 @@ from quantkit.conversion.convert import convert
 from quantkit.errors import EngineError, SourceError, UnsupportedError
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.models.config import note_beyond_context
-from quantkit.recipe import CalibrationSpec
+from quantkit.records.recipe import CalibrationSpec
 
 
 def refused(model, method, error, says, **settings):

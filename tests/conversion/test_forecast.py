@@ -28,9 +28,9 @@ from quantkit.conversion.forecast import fit_memory, forecast, shapes_of
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import OutputError, ResourceError
 from quantkit.formats.gguf import writer
-from quantkit.progress import Progress
 from quantkit.system.files import sha256_of
 from quantkit.system.memory import peak_rss_bytes
+from quantkit.system.progress import Progress
 from quantkit.system.sizes import megabytes
 
 M = 1_000_000

@@ -17,12 +17,12 @@ from tiny_multimodal import FURTHER, MULTIMODAL, PROCESSOR, save_multimodal
 from transformers import AutoModelForImageTextToText
 
 from quantkit import convert, evaluate, verify
-from quantkit.artifact import open_artifact
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
 from quantkit.formats.source import open_source
+from quantkit.records.artifact import open_artifact
 
 IDS = np.random.default_rng(0).integers(3, 300, (2, 24))
 # Method, bits, options: what lands in each format that keeps the whole.

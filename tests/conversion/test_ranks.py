@@ -15,12 +15,12 @@ from killed import Ends, nothing, started, when_stopped
 from tiny_models import SAMPLE, fails
 from torch.distributed import TCPStore
 
-from quantkit.artifact import open_artifact
 from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.checkpoints.spool import read_journal
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods import gptq
 from quantkit.numerics.second_moments import Gram
+from quantkit.records.artifact import open_artifact
 from quantkit.system import ranks as group
 
 STORES = []

@@ -13,13 +13,13 @@ from killed import Ends, started
 from tiny_models import conversion_by, succeeds
 
 from quantkit import convert, verify
-from quantkit.artifact import MANIFEST
 from quantkit.checkpoints.spool import JOURNAL, SPOOL, Spool, line_of, read_journal
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion import convert as conversion
 from quantkit.conversion.staging import OWNER, WORK
 from quantkit.errors import OutputError
 from quantkit.methods import rtn
+from quantkit.records.artifact import MANIFEST
 
 BLOCKS = 4
 STORED = {"rtn": 28, "gptq": 28, "awq": 23}  # tensors of a decoder block

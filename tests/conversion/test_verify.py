@@ -14,13 +14,13 @@ from edits import edit_json, edit_tensors, put, rehash
 from tiny_models import CALIBRATION, changed_copy, prepare_job
 
 from quantkit import convert, open_artifact, verify
-from quantkit.artifact import MANIFEST
-from quantkit.conversion.check_manifest import refuse_untrue
+from quantkit.contracts.check_manifest import refuse_untrue
 from quantkit.conversion.verify import check_values, read_all
 from quantkit.errors import ArtifactError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.gguf.header import BOOL, read_header
-from quantkit.progress import Progress
+from quantkit.records.artifact import MANIFEST
+from quantkit.system.progress import Progress
 
 METHODS = {
     "rtn": "4", "gptq": "4", "awq": "4", "nf4": "4", "gguf": "Q4_K_M", "ctranslate2": "int8", "float": "float16"

@@ -6,7 +6,7 @@ import numpy as np
 from quantkit.data.chat import Conversation
 from quantkit.data.passages import hashes_of
 from quantkit.data.texts import KINDS, NAMES, load_text, parts_of, sample_text
-from quantkit.recipe import TEXTS
+from quantkit.records.recipe import TEXTS
 
 HALVES = ("calibration", "evaluation")
 

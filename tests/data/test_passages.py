@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from tiny_models import SAMPLE
 
-from quantkit.artifact import MOST_PASSAGES, CalibrationEntry
 from quantkit.data.passages import SKETCH_SIZE, WORDS, hashes_of, seen_in, sketch_of
 from quantkit.errors import RecipeError
-from quantkit.recipe import parse
+from quantkit.records.artifact import MOST_PASSAGES, CalibrationEntry
+from quantkit.records.recipe import parse
 
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
 ENTRY = {"text": "a text", "sha256": "0" * 64, "sequences": 1, "length": 512, "requested": 1}

@@ -16,7 +16,7 @@ from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
 from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, ColumnGrids, round_columns
-from quantkit.recipe import EngineSpec
+from quantkit.records.recipe import EngineSpec
 
 
 def settled():

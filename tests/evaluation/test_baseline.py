@@ -29,8 +29,8 @@ from quantkit.evaluation.baseline import (
 )
 from quantkit.evaluation.evaluate import evaluate
 from quantkit.formats.source import open_source
-from quantkit.recipe import EngineSpec
-from quantkit.report.records import BaselineEntry
+from quantkit.records.recipe import EngineSpec
+from quantkit.records.report import BaselineEntry
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
 

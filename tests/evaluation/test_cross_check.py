@@ -7,10 +7,10 @@ import pytest
 from edits import edit_json, put
 from tiny_models import EVALUATION, EVALUATION_FLAGS, succeeds
 
-from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.errors import RecipeError
 from quantkit.evaluation import evaluate as evaluation
 from quantkit.evaluation.cross_check import cross_check
+from quantkit.records.artifact import MANIFEST, open_artifact
 
 QUICK = {key: value for key, value in EVALUATION.items() if key != "threads"}
 

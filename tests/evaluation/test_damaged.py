@@ -8,7 +8,6 @@ import pytest
 from tiny_models import EVALUATION, SAMPLE, changed_copy
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
 from quantkit.errors import ArtifactError, EngineError, ReportError, SourceError, UnsupportedError
@@ -16,13 +15,14 @@ from quantkit.evaluation.baseline import list_cache
 from quantkit.evaluation.cross_check import cross_check
 from quantkit.evaluation.engine_choice import ChosenEngine
 from quantkit.evaluation.evaluate import evaluate
-from quantkit.evaluation.process import BaselineRequest, LoadRequest, TaskSpec, TasksRequest, read_request, run_child
+from quantkit.evaluation.process import BaselineRequest, LoadRequest, TasksRequest, read_request, run_child
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_source
-from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, ModelRef
-from quantkit.report.records import read_report
+from quantkit.records.artifact import Artifact
+from quantkit.records.recipe import EngineSpec, ModelRef, TaskSpec
+from quantkit.records.report import read_report
 from quantkit.report.table import read_tables
+from quantkit.system.progress import Progress
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
 FLOAT32 = EngineSpec(dtype="float32")

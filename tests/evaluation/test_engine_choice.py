@@ -12,7 +12,7 @@ from quantkit import convert, evaluate
 from quantkit.errors import DependencyError, RecipeError
 from quantkit.evaluation.engine_choice import NEEDED, choose
 from quantkit.formats.source import open_model
-from quantkit.recipe import EngineSpec
+from quantkit.records.recipe import EngineSpec
 
 VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
 

@@ -12,7 +12,6 @@ from edits import rehash
 from killed import forked, until
 from tiny_models import EVALUATION, SAMPLE
 
-from quantkit.artifact import Artifact, open_artifact
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format, formats
 from quantkit.errors import ArtifactError, EngineError, RecipeError, UnsupportedError
@@ -22,11 +21,12 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, resolve
 from quantkit.evaluation.tasks import evaluate_tasks
 from quantkit.formats.source import open_model
-from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, EvaluationSpec
-from quantkit.report.records import this_machine
+from quantkit.records.artifact import Artifact, open_artifact
+from quantkit.records.recipe import EngineSpec, EvaluationSpec
+from quantkit.records.report import this_machine
 from quantkit.system.files import sha256_of
 from quantkit.system.processor import threads, usable_cores
+from quantkit.system.progress import Progress
 
 QUICK = {**EVALUATION, "new_tokens": 4, "repeats": 2}
 

@@ -16,9 +16,9 @@ from quantkit.evaluation.evaluate import prepare
 from quantkit.evaluation.protocols import cut
 from quantkit.evaluation.scores import RECORD
 from quantkit.formats.source import open_model, open_source
-from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, EvaluationSpec
-from quantkit.report.records import this_machine
+from quantkit.records.recipe import EngineSpec, EvaluationSpec
+from quantkit.records.report import this_machine
+from quantkit.system.progress import Progress
 
 ROOM = Path(evaluation.__file__).parent  # not all of the package
 TEXT = load_text(str(SAMPLE), "evaluation")

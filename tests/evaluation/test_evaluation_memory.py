@@ -13,7 +13,7 @@ from quantkit.evaluation.baseline import BaselineFiles
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, prepare
 from quantkit.formats.source import open_model, open_source
-from quantkit.recipe import EvaluationSpec, MemoryLimits
+from quantkit.records.recipe import EvaluationSpec, MemoryLimits
 from quantkit.system.memory import GROWTH
 
 pytestmark = pytest.mark.usefixtures("new_cache")

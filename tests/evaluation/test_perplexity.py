@@ -15,8 +15,8 @@ from quantkit.evaluation.perplexity import ResumeFile, measure_perplexity
 from quantkit.evaluation.protocols import cut
 from quantkit.evaluation.scores import RECORD
 from quantkit.formats.source import open_model
-from quantkit.progress import Progress
-from quantkit.recipe import EvaluationSpec
+from quantkit.records.recipe import EvaluationSpec
+from quantkit.system.progress import Progress
 
 
 def positions(count):

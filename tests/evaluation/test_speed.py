@@ -11,8 +11,8 @@ from quantkit import evaluate
 from quantkit.data.prompts import PROMPTS
 from quantkit.evaluation import probes
 from quantkit.evaluation.probes import GENERATED, READ, answer_figures, find_probe, generate, ms_per_token
-from quantkit.progress import Progress
-from quantkit.recipe import EvaluationSpec
+from quantkit.records.recipe import EvaluationSpec
+from quantkit.system.progress import Progress
 
 # The first generation is the warm-up, a hundred times as slow. Milliseconds a token: 40, 10, 20, 70, 30.
 SPEEDS = [(9.0, 9.0), (0.5, 0.04), (0.1, 0.01), (0.2, 0.02), (0.7, 0.07), (0.3, 0.03)]

@@ -8,10 +8,9 @@ from killed import forked
 from tiny_models import SAMPLE
 
 from quantkit.errors import DependencyError, RecipeError
-from quantkit.evaluation.process import TaskSpec
 from quantkit.evaluation.tasks import evaluate_tasks, run_tasks
-from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec
+from quantkit.records.recipe import EngineSpec, TaskSpec
+from quantkit.system.progress import Progress
 
 pytest.importorskip("lm_eval")
 

@@ -17,9 +17,9 @@ from tiny_models import changed_copy, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit import convert
-from quantkit.checkpoints.adapter import CONFIG
 from quantkit.errors import SourceError
 from quantkit.formats.source import open_source
+from quantkit.models.adapter import CONFIG
 from quantkit.models.skeleton import load, load_whole, open_skeleton
 
 IDS = torch.arange(1, 40)[None]

@@ -24,7 +24,7 @@ from quantkit.errors import EngineError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.bitsandbytes import has_bfloat16_units
 from quantkit.formats.source import open_source
-from quantkit.recipe import EngineSpec
+from quantkit.records.recipe import EngineSpec
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is the reference of these tests")
 

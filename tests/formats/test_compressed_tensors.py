@@ -10,7 +10,6 @@ from tiny_models import save_tiny
 from trials import dense, dense_values, read_all, read_back
 
 from quantkit import convert, verify
-from quantkit.artifact import open_artifact
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
@@ -20,7 +19,8 @@ from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled_weight import InputRounding, ScaledWeight
-from quantkit.recipe import ConvertRecipe, EngineSpec
+from quantkit.records.artifact import open_artifact
+from quantkit.records.recipe import ConvertRecipe, EngineSpec
 
 pytest.importorskip("compressed_tensors")
 KIND = "compressed-tensors"

@@ -23,7 +23,7 @@ from quantkit.formats.gguf.grouped import TYPES, pack, pack_floats, unpack, unpa
 from quantkit.formats.source import open_source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.numerics.scaled_weight import ScaledWeight
-from quantkit.recipe import ConvertRecipe
+from quantkit.records.recipe import ConvertRecipe
 
 HALF = [0x00, 0x38]  # 0.5 in float16
 

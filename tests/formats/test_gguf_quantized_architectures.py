@@ -17,7 +17,7 @@ from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf.imatrix import make_imatrix
-from quantkit.recipe import CalibrationSpec
+from quantkit.records.recipe import CalibrationSpec
 
 pytestmark = pytest.mark.usefixtures("any_tokenizer")
 BF16 = torch.bfloat16

@@ -23,7 +23,7 @@ from quantkit.formats._bit_packing import unpack_awq
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.recipe import ConvertRecipe
+from quantkit.records.recipe import ConvertRecipe
 
 GROUP = 64
 ZEROS = {"group_size": GROUP, "sym": False}

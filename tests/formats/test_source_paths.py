@@ -18,7 +18,7 @@ from quantkit.errors import QuantkitError, RecipeError, SourceError, Unsupported
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
-from quantkit.recipe import EngineSpec, ModelRef
+from quantkit.records.recipe import EngineSpec, ModelRef
 from quantkit.serving.servers import plan_server
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

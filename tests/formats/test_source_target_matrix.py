@@ -23,7 +23,7 @@ from quantkit.contracts.stored import stored_values
 from quantkit.conversion.check import prepare
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
-from quantkit.recipe import CalibrationSpec, ConvertRecipe
+from quantkit.records.recipe import CalibrationSpec, ConvertRecipe
 
 FORMAT_OF = {"compressed": "compressed-tensors", "nf4": "bitsandbytes", "fp4": "bitsandbytes", "int8": "bitsandbytes"}
 OPTIONS = {

@@ -9,7 +9,6 @@ from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, inputs_of, plai
 from tiny_models import CALIBRATION, command_line, conversion_by
 from trials import read_back
 
-from quantkit.artifact import open_artifact
 from quantkit.calibration.moments import LinearGroup
 from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.run import Checked
@@ -25,7 +24,8 @@ from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian, Refit
 from quantkit.numerics.second_moments import Gram
-from quantkit.recipe import ConvertRecipe
+from quantkit.records.artifact import open_artifact
+from quantkit.records.recipe import ConvertRecipe
 
 # float32 and float64 may part where a value lies on the border of two codes; the error that such a code feeds forward
 # stays within its row. (None of the cases here has such a row on the machine where they were written.)

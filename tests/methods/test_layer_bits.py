@@ -26,7 +26,7 @@ from quantkit.formats.source import open_model, open_source
 from quantkit.methods.rtn import round_layer
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.stand_in import layers_of_one_input
-from quantkit.recipe import ConvertRun, EngineSpec, parse
+from quantkit.records.recipe import ConvertRun, EngineSpec, parse
 from quantkit.system.files import sha256_of
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")

@@ -17,7 +17,7 @@ from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import mixed_precision
 from quantkit.methods.gguf.mixed_precision import candidates, free_tensors
-from quantkit.recipe import ConvertRun, parse
+from quantkit.records.recipe import ConvertRun, parse
 from quantkit.system.files import sha256_of
 from quantkit.system.sizes import parse_size
 

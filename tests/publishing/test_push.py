@@ -16,12 +16,12 @@ from tiny_models import fails, quantkit, succeeds
 
 import quantkit.publishing.push as hub_side
 from quantkit import push, verify
-from quantkit.artifact import CARD, MANIFEST, open_artifact
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, HubError, RecipeError
 from quantkit.publishing.push import plan_push
 from quantkit.publishing.results import BENCHMARKS
+from quantkit.records.artifact import CARD, MANIFEST, open_artifact
 from quantkit.report.card import write_card
 
 REPO = "someone/tiny-rtn-4"

@@ -11,10 +11,10 @@ from made_up_reports import report
 from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny, succeeds
 
 from quantkit import convert, open_artifact, verify
-from quantkit.artifact import CARD, MANIFEST
 from quantkit.errors import ArtifactError
+from quantkit.records.artifact import CARD, MANIFEST
+from quantkit.records.report import read_report
 from quantkit.report.card import front_matter, write_card
-from quantkit.report.records import read_report
 
 SOURCE_CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\n- de\ntags: [chat]\ndatasets: [secret]\n---\n"
 BITS = {"gptq": 4, "awq": 4, "rtn": 4, "int8": 8, "fp8": 8, "nf4": 4, "ctranslate2": 8, "gguf": 4, "float": 16}

@@ -12,11 +12,11 @@ from test_untrusted import BOMB
 from tiny_models import changed_copy, fails, quantkit, succeeds
 
 from quantkit import convert, verify
-from quantkit.artifact import CARD
 from quantkit.cli.progress import progress_bars
 from quantkit.errors import SourceError
+from quantkit.records.artifact import CARD
+from quantkit.records.report import ModelEntry
 from quantkit.report.card import END, front_matter, inherited_metadata
-from quantkit.report.records import ModelEntry
 from quantkit.report.table import Table, escape_markdown
 from quantkit.serving.servers import plan_server
 from quantkit.system.files import safe_name

@@ -16,13 +16,13 @@ from test_hostile_names import NAME
 from tiny_models import quantkit, succeeds
 
 import quantkit as package
-from quantkit.artifact import MANIFEST, Artifact, Manifest, SourceEntry, WeightError
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, load_recipe
+from quantkit.records.artifact import MANIFEST, Artifact, Manifest, SourceEntry, WeightError
+from quantkit.records.recipe import CalibrationSpec, ConvertRecipe, load_recipe
+from quantkit.records.report import ModelEntry
 from quantkit.report import page as page_module
 from quantkit.report.card import convert_command
 from quantkit.report.page import WITHOUT_SUMS, histogram, page
 from quantkit.report.plot import points_of
-from quantkit.report.records import ModelEntry
 from quantkit.report.table import COLOURS, Table, join_tables, read_tables
 
 VOID = {"meta", "br"}

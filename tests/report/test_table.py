@@ -10,7 +10,7 @@ from rich.console import Console
 from tiny_models import fails, quantkit, succeeds
 
 from quantkit.errors import ReportError
-from quantkit.recipe import EvaluationSpec
+from quantkit.records.recipe import EvaluationSpec
 from quantkit.report.plot import draw
 from quantkit.report.table import LEGEND, Table, join_tables, read_tables, shared_fields, write_table
 from quantkit.system.sizes import megabytes

@@ -19,7 +19,7 @@ from killed import started, until
 from tiny_models import succeeds
 
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError
-from quantkit.recipe import LoadTestSpec
+from quantkit.records.recipe import LoadTestSpec
 from quantkit.serving import servers
 from quantkit.serving.client import OK, Endpoint
 from quantkit.serving.launch import serving

@@ -12,7 +12,7 @@ from tiny_models import fails, quantkit, succeeds
 
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import RecipeError
-from quantkit.recipe import LoadTestSpec
+from quantkit.records.recipe import LoadTestSpec
 from quantkit.serving.client import EXAMPLE_CHARACTERS, OK, UNFINISHED, Answer, Endpoint
 from quantkit.serving.load_test import measured, prompts_of, run_load_test
 

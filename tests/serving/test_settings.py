@@ -16,8 +16,8 @@ from quantkit.cli.options import out
 from quantkit.cli.serving import _print_load
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import ArtifactError, RecipeError
-from quantkit.recipe import LoadTestSpec
-from quantkit.report.records import this_machine
+from quantkit.records.recipe import LoadTestSpec
+from quantkit.records.report import this_machine
 from quantkit.serving.client import OK, Answer
 from quantkit.serving.launch import serving
 from quantkit.serving.load_test import FIRST_REST, LONGEST_REST, LoadReport, measured

@@ -12,7 +12,7 @@ from quantkit.errors import RecipeError, ResourceError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import prepare
 from quantkit.formats.source import open_model, open_source
-from quantkit.recipe import EngineSpec, EvaluationSpec
+from quantkit.records.recipe import EngineSpec, EvaluationSpec
 from quantkit.system.device import device_label, find_device
 
 if REAL is not None:

@@ -9,7 +9,7 @@ from tiny_models import CALIBRATION
 from quantkit import convert, verify
 from quantkit.checkpoints.rows import STORED, count_unusable, to_float32
 from quantkit.methods.gguf.imatrix import make_imatrix
-from quantkit.recipe import CalibrationSpec
+from quantkit.records.recipe import CalibrationSpec
 
 WITHOUT = """
 import sys

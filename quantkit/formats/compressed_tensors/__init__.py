@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Content, Format, Layout, Loading, QuantizedReader, TensorWriter
 from quantkit.contracts.run import Checked, Run
@@ -28,6 +27,7 @@ from quantkit.formats.compressed_tensors.scaled import KINDS, ScaledPacking, is_
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.models.unfuse import expert_of
+from quantkit.records.artifact import Artifact
 
 # By transformers 5.23 with compressed-tensors 0.20: its weights become bfloat16 whatever the model computes in.
 ONLY_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")

@@ -21,7 +21,7 @@ from quantkit.formats._packed_layers import AGAIN, Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched
 from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, Group, groups_of, quantization
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 KIND = "pack-quantized"
 CODES, SCALES, SHAPE = "weight_packed", "weight_scale", "weight_shape"

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from quantkit.artifact import Artifact
 from quantkit.contracts.format import Kind, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
@@ -41,7 +40,8 @@ from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, groups_of,
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.numerics.scaled_weight import InputRounding, ScaledWeight
-from quantkit.untrusted import shown
+from quantkit.records.artifact import Artifact
+from quantkit.system.untrusted import shown
 
 SCALE, DIVISOR, PACKED, ZEROS = "weight_scale", "weight_global_scale", "weight_packed", "weight_zero_point"
 # What other tools store beside a layer, and what is not needed for its values.

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import Artifact
 from quantkit.contracts.format import Content, Format, Kind, Loading, TensorReader
 from quantkit.errors import ArtifactError
 from quantkit.formats.ctranslate2.architectures import SourceTensors
 from quantkit.formats.ctranslate2.model_file import AGAIN, open_ct2_model, read_vocabulary, refuse_settings
 from quantkit.models.config import open_config
-from quantkit.untrusted import read_object
+from quantkit.records.artifact import Artifact
+from quantkit.system.untrusted import read_object
 
 EMBEDDINGS = ("decoder/embeddings/weight", "decoder/embeddings_0/weight")
 USAGE = """

@@ -17,7 +17,7 @@ import numpy as np
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import AGAIN, Ct2Model
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 # rows of the fused weight (rows, ...) and the transformers configuration -> {module name: rows of the source}
 Unfuse = Callable[[np.ndarray, Any], dict[str, np.ndarray]]

@@ -26,7 +26,7 @@ from quantkit.formats.ctranslate2.model_file import TYPES, VERSION
 from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import open_skeleton, set_parameter, source_name
 from quantkit.models.source import Source
-from quantkit.progress import Progress
+from quantkit.system.progress import Progress
 from quantkit.system.temporary import temporary_folder
 
 SLAB = 1 << 22  # values that are quantized at a time

@@ -27,7 +27,7 @@ import numpy as np
 
 from quantkit.checkpoints.rows import to_float32
 from quantkit.errors import ArtifactError
-from quantkit.untrusted import read_json, read_object, reraise_as, shown
+from quantkit.system.untrusted import read_json, read_object, reraise_as, shown
 
 VERSION = 6
 SPEC, REVISION = "TransformerDecoderSpec", 8

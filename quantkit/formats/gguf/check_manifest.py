@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
 from quantkit.formats.float import Checkpoint
@@ -19,7 +18,8 @@ from quantkit.formats.gguf.hyperparameters import find_architecture, read_shape
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
 from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, SUPPRESSED, read_vocabulary
-from quantkit.untrusted import shown
+from quantkit.records.artifact import Artifact
+from quantkit.system.untrusted import shown
 
 ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
 ROWS = ".vocab_size"

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.ggml.library import block_type
 from quantkit.system.sizes import bits_per_weight
-from quantkit.untrusted import reraise_as, shown
+from quantkit.system.untrusted import reraise_as, shown
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32

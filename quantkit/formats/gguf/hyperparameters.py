@@ -14,7 +14,7 @@ from quantkit.formats.gguf.architectures.record import Architecture, Setting, of
 from quantkit.formats.gguf.rope import MOST, rope_of
 from quantkit.formats.gguf.shapes import ModelShape, Value
 from quantkit.models.source import Source
-from quantkit.untrusted import reraise_as, shown, whole_number
+from quantkit.system.untrusted import reraise_as, shown, whole_number
 
 
 def _head_size(config: Any) -> int:

@@ -20,7 +20,7 @@ from quantkit.formats.gguf.file_types import block_of, stays_float
 from quantkit.formats.gguf.ggml.library import FAINTEST, WEIGHTED
 from quantkit.formats.gguf.header import Stored, read_header
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
-from quantkit.untrusted import reraise_as, shown
+from quantkit.system.untrusted import reraise_as, shown
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 LARGEST_NAME = 1 << 12  # bytes; a longer one in an old file is no name

@@ -22,7 +22,7 @@ from quantkit.formats.gguf.shapes import KEY_HEADS, QUERY_HEADS, ModelShape
 from quantkit.formats.gguf.slots import Slot, is_taken, slots_of
 from quantkit.formats.gguf.stacks import unstacked
 from quantkit.models.source import Source
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 # Buffers that old checkpoints store and every engine computes.
 IGNORED = (

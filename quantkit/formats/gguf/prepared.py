@@ -12,7 +12,7 @@ from quantkit.formats.gguf.plan import fill_slots
 from quantkit.formats.gguf.slots import is_taken
 from quantkit.models.overrides import Multipliers, OverriddenSource, multiplied, padded, rows_times
 from quantkit.models.source import Source
-from quantkit.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as
 
 TABLE, ROWS = "model.embed_tokens_per_layer.weight", "vocab_size_per_layer_input"
 

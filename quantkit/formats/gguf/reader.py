@@ -26,7 +26,7 @@ from quantkit.formats.gguf.row_orders import concatenated, in_order
 from quantkit.formats.gguf.shapes import ModelShape
 from quantkit.formats.gguf.slots import Slot, is_taken, slots_of
 from quantkit.formats.gguf.stacks import restacked
-from quantkit.untrusted import reraise_as, shown
+from quantkit.system.untrusted import reraise_as, shown
 
 ROPE = "rope_"  # how names of tensors begin that are computed
 MOST_FILES = 99_999

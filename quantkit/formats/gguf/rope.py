@@ -12,7 +12,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.shapes import Factors, Value
 from quantkit.models.source import Source
-from quantkit.untrusted import shown
+from quantkit.system.untrusted import shown
 
 Keys = dict[str, Value]
 MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32

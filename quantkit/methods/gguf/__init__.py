@@ -37,7 +37,7 @@ from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_
 from quantkit.methods._targets import as_table, given_target, write_recipe
 from quantkit.methods.gguf.mixed_precision import Target, choose, refuse_target, work_bytes
 from quantkit.models.config import keep_tokenizer
-from quantkit.recipe import Strict
+from quantkit.records.recipe import Strict
 from quantkit.system.sizes import parse_size
 
 RECORD = "error_feedback"  # what manifests call the constants of error_feedback.py

@@ -13,11 +13,11 @@ from quantkit.conversion.check import prepare
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.imatrix import write_imatrix
 from quantkit.formats.gguf.plan import make_plan
-from quantkit.progress import Progress
-from quantkit.recipe import AUTO, CalibrationSpec, ConvertRecipe, ModelRef, parse
-from quantkit.system.device import device_label, find_device
+from quantkit.records.recipe import CalibrationSpec, ConvertRecipe, ModelRef, parse
+from quantkit.system.device import AUTO, device_label, find_device
+from quantkit.system.progress import Progress
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import path_of
+from quantkit.system.untrusted import path_of
 
 
 def make_imatrix(

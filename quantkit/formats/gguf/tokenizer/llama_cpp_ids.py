@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from quantkit.errors import UnsupportedError, one_line
-from quantkit.untrusted import parse_json
+from quantkit.system.untrusted import parse_json
 
 LIMIT = 600.0  # seconds; the largest vocabularies take a few
 LONGEST = 300  # characters of what llama.cpp says

@@ -31,7 +31,7 @@ from quantkit.formats.gguf.tokenizer.algorithms import (
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
 from quantkit.models.config import ADD_ROWS
 from quantkit.models.source import Source
-from quantkit.untrusted import read_object, reraise_as, shown
+from quantkit.system.untrusted import read_object, reraise_as, shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"

@@ -25,12 +25,12 @@ from pydantic import (
 )
 
 from quantkit.errors import RecipeError, cut, near_miss, one_line
-from quantkit.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, parse_yaml, path_of, read_text, shown
+from quantkit.system.device import AUTO
+from quantkit.system.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, parse_yaml, path_of, read_text, shown
 
 M = TypeVar("M", bound=BaseModel)
 
 
-AUTO = "auto"
 DEVICE = "where to compute: auto (the GPU where torch has one), cpu, cuda, cuda:1"
 PLAIN = (int, float, str, NoneType, dict, list, tuple)
 
@@ -254,6 +254,17 @@ def _server_reads(value: str) -> str:
 
 
 Argument = Annotated[Words, AfterValidator(_server_reads)]
+
+
+class TaskSpec(Strict):
+    """The tasks to run, and how; `include` is a folder with further tasks, whose code the harness runs."""
+
+    tasks: tuple[Words, ...] = Field(max_length=1000)
+    include: Words | None = None
+    num_fewshot: int | None = Field(None, ge=0, le=10_000)
+    limit: int | None = Field(None, ge=1, le=1 << 31)
+    chat_template: bool = False
+    n_ctx: int | None = Field(None, ge=1, le=MOST_TOKENS)
 
 
 class ServeSpec(Strict):

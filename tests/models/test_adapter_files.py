@@ -10,8 +10,8 @@ from edits import edit_json
 from tiny_adapters import ALPHA, RANK, low_rank, save_adapter
 from tiny_models import fails
 
-from quantkit.checkpoints.adapter import CONFIG, WEIGHTS, Adapter, open_adapter
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.models.adapter import CONFIG, WEIGHTS, Adapter, open_adapter
 
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 LAST = torch.tensor([127])  # row, of which all but the first pieces are

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.artifact import MANIFEST, Artifact
 from quantkit.contracts.format import Format, Stored, TensorReader
 from quantkit.contracts.method import Method
 from quantkit.contracts.registry import find_format, find_method
@@ -20,8 +19,9 @@ from quantkit.errors import ArtifactError, RecipeError
 from quantkit.models.text_half import is_multimodal, stated_of
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.records.artifact import MANIFEST, Artifact
 from quantkit.system.sizes import bits_per_weight
-from quantkit.untrusted import read_object, shown
+from quantkit.system.untrusted import read_object, shown
 
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton

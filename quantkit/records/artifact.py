@@ -18,9 +18,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from quantkit.errors import ArtifactError, RecipeError
-from quantkit.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithSeldom, parse
+from quantkit.records.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithSeldom, parse
 from quantkit.system.files import sha256_of
-from quantkit.untrusted import LARGEST_NAME, inside, path_of, read_object, shown
+from quantkit.system.untrusted import LARGEST_NAME, inside, path_of, read_object, shown
 
 MANIFEST = "quantkit.json"
 CARD = "README.md"

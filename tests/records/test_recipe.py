@@ -9,8 +9,16 @@ from quantkit.comparison.compare import compare
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, ConvertRun, EvaluationSpec, Variant, load_recipe, parse
-from quantkit.report.records import Measurement
+from quantkit.records.recipe import (
+    CalibrationSpec,
+    ConvertRecipe,
+    ConvertRun,
+    EvaluationSpec,
+    Variant,
+    load_recipe,
+    parse,
+)
+from quantkit.records.report import Measurement
 
 
 def test_file_call_and_command_line_make_the_same_artifact(tiny, tmp_path):

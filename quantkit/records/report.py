@@ -11,9 +11,9 @@ import psutil
 from pydantic import Field
 
 from quantkit.errors import RecipeError, ReportError
-from quantkit.recipe import EvaluationSpec, Strict, parse
+from quantkit.records.recipe import EvaluationSpec, Strict, TaskSpec, parse
 from quantkit.system.processor import processor_name, usable_cores
-from quantkit.untrusted import read_object
+from quantkit.system.untrusted import read_object
 
 AGAIN = "Evaluate again."
 # Details that a table shows of a figure.
@@ -224,3 +224,17 @@ def parse_report(values: object, where: str) -> Report:
 def this_machine() -> Hardware:
     """Describe this machine."""
     return Hardware(cpu=processor_name(), cores=usable_cores(), memory_bytes=psutil.virtual_memory().total)
+
+
+class TaskReport(Strict):
+    """Accuracy on tasks: `results` by task and figure, by the harness's names."""
+
+    model: ModelEntry
+    engine: EngineEntry
+    hardware: Hardware
+    settings: TaskSpec
+    results: dict[str, dict[str, float]]
+    versions: dict[str, str]
+    num_fewshot: dict[str, int]
+    samples: dict[str, int]
+    lm_eval: str

@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 from tokenizers.pre_tokenizers import FixedLength
 
-from quantkit import untrusted
 from quantkit.errors import LONGEST, RecipeError, ResourceError, SourceError
-from quantkit.untrusted import depth_exceeds, parse_json, parse_yaml, read_object, read_text, reraise_as, silenced
+from quantkit.system import untrusted
+from quantkit.system.untrusted import (
+    depth_exceeds,
+    parse_json,
+    parse_yaml,
+    read_object,
+    read_text,
+    reraise_as,
+    silenced,
+)
 
 # 400 bytes whose aliases stand for 9^9 values.
 BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "\n".join(
