@@ -30,9 +30,8 @@ from transformers import LlamaConfig
 from bench.folders import REPOSITORY, RESULTS
 from bench.memory import LLAMA_3_8B, VOCABULARY, make_checkpoint
 from quantkit import convert, evaluate
-from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.engine import LoadSpec, Window
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import Window
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.records.recipe import EngineSpec

@@ -21,7 +21,7 @@ from rich.table import Table
 from bench.demo_artifacts import ARTIFACTS, artifact, folder, quantkit_command, told
 from bench.folders import REPOSITORY, RESULTS, BenchError, evaluation_text
 from quantkit.data.demo import demo_folder
-from quantkit.data.wikitext import pages as cut_pages
+from quantkit.data.texts import pages as cut_pages
 
 JUDGES = REPOSITORY / "bench" / "judges"
 SELF_KLD, ROUNDING = 1e-5, 1e-5  # nats

@@ -60,7 +60,7 @@ class Trial:
 
     def start(self, out: Path, log: Path) -> subprocess.Popen[bytes]:
         """Start it; return when it has begun."""
-        command = [sys.executable, "-m", "quantkit.cli", *self.arguments(out)]
+        command = [sys.executable, "-m", "quantkit", *self.arguments(out)]
         environment = {**os.environ, "QUANTKIT_CACHE": str(out.with_suffix(".cache"))}
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env=environment)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from bench.folders import BenchError
 from quantkit.formats._bit_packing import unpack_awq, unpack_columns, unpack_rows
 from quantkit.formats.gguf.reader import read_file
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 
 INT8 = "int-quantized"  # compressed-tensors' W8A8, whose inputs are rounded as they come, token by token
 Get = Callable[[str], torch.Tensor]

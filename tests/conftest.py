@@ -22,7 +22,7 @@ from quantkit.formats.source import open_source
 from quantkit.numerics import matmul
 from quantkit.records.artifact import open_artifact
 from quantkit.system import forking
-from quantkit.system.cache import cache_folder
+from quantkit.system.files import cache_folder
 
 
 def pytest_collection_finish():

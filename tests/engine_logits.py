@@ -8,9 +8,8 @@ import torch
 from tiny_llama import VOCABULARY
 from transformers import AutoModelForCausalLM
 
-from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.engine import LoadSpec, Window
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import Window
 from quantkit.formats.source import open_model
 
 IDS = torch.randint(2, VOCABULARY, (128,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -19,7 +19,7 @@ from tiny_models import SAMPLE, save_tiny
 
 from quantkit import convert
 from quantkit.data.demo import FOLDER as DEMO
-from quantkit.system.cache import cache_folder
+from quantkit.system.files import cache_folder
 
 ROOT = Path(__file__).parents[1]
 QUANTKIT = str(Path(sys.executable).parent / "quantkit")

@@ -118,7 +118,7 @@ def fails(*arguments, says=""):
 def command_line(*arguments, **environment):
     """Run the command line in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "quantkit.cli", *map(str, arguments)],
+        [sys.executable, "-m", "quantkit", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},

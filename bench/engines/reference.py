@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from engine import arguments, prompt_ids, whole
 
-from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.engine import LoadSpec, Window
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import Window
 from quantkit.formats.source import open_model
 
 

@@ -20,7 +20,7 @@ from quantkit.calibration.walk import batch_size
 from quantkit.contracts.method import Job
 from quantkit.errors import RecipeError
 from quantkit.numerics.grid import stored_scale
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.records.recipe import Strict
 from quantkit.system.ranks import Shards
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations, Calls, Output, Shared, Traced, hidden_of, same_values
+from quantkit.contracts.engine import BATCH_TOKENS, Window, alike
 from quantkit.contracts.method import Job
-from quantkit.contracts.windows import BATCH_TOKENS, Window, alike
 from quantkit.errors import UnsupportedError
 from quantkit.models.architectures import block_of, running
 from quantkit.models.config import beside_states
@@ -27,9 +27,9 @@ from quantkit.models.skeleton import Skeleton, load_block, set_parameter, source
 from quantkit.models.source import Source
 from quantkit.models.stand_in import Recorder, StopForward, tables_by_rows
 from quantkit.numerics.matmul import products_everywhere
+from quantkit.system.files import temporary_folder
 from quantkit.system.memory import MemoryTrimmer, trim_heap
 from quantkit.system.progress import Progress
-from quantkit.system.temporary import temporary_folder
 
 WAVE_TOKENS = 1 << 14  # of windows that go through all blocks before others do
 

@@ -26,8 +26,7 @@ from quantkit.contracts.method import CheckedJob, Shapes
 from quantkit.contracts.run import Run
 from quantkit.models.output_head import load_head
 from quantkit.numerics.grid import stored_scale
-from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.system.memory import MemoryTrimmer, trim_heap
 
 HELD_OUT = HeldOut(share=16, interval=15)

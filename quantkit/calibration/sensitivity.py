@@ -36,8 +36,7 @@ from quantkit.models.output_head import load_head
 from quantkit.models.skeleton import weight_name
 from quantkit.numerics.matmul import product
 from quantkit.records.recipe import CalibrationSpec
-from quantkit.system.cache import cache_folder
-from quantkit.system.files import replace_text
+from quantkit.system.files import cache_folder, replace_text
 from quantkit.system.memory import trim_heap
 
 VERSION = 4  # of the estimate; another one makes kept scores worthless

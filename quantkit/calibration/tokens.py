@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.contracts.engine import Window
 from quantkit.contracts.method import CalibrationTokens, CheckedJob
-from quantkit.contracts.windows import Window
 from quantkit.data.chat import plain_texts
 from quantkit.data.passages import WORDS, seen_in, sketch_of
 from quantkit.data.texts import Text, ids_of, load_text

@@ -18,7 +18,7 @@ from quantkit.cli.progress import progress_bars
 from quantkit.errors import LONGEST, one_line
 from quantkit.records.artifact import MANIFEST, open_artifact
 from quantkit.records.recipe import EvaluationSpec, MemoryLimits, parse
-from quantkit.system.cache import cache_folder
+from quantkit.system.files import cache_folder
 from quantkit.system.sizes import megabytes
 
 if TYPE_CHECKING:

@@ -135,7 +135,7 @@ class _Work:
                 self.advance()
                 continue
             task.log.unlink(missing_ok=True)
-            self.executor.submit(task, [sys.executable, "-m", "quantkit.cli", "sweep-task", str(task.folder)])
+            self.executor.submit(task, [sys.executable, "-m", "quantkit", "sweep-task", str(task.folder)])
             task.state = "running"
             self.progress.say(f"{task.name}: begun")
         return any(task.state == "running" for task in self.tasks.values())

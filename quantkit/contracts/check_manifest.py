@@ -17,8 +17,7 @@ from quantkit.contracts.registry import find_format, find_method
 from quantkit.contracts.stored import open_stored
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.models.text_half import is_multimodal, stated_of
-from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.records.artifact import MANIFEST, Artifact
 from quantkit.system.sizes import bits_per_weight
 from quantkit.system.untrusted import read_object, shown

@@ -2,12 +2,13 @@
 
 A format knows no method. What a method makes is a value, a dense tensor or one of the records in numerics/, and a
 format that can hold it writes it; what a format reads is such a value again.
+With several ranks the leader writes; the writers of the others take nothing, and know what was finished earlier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from quantkit.contracts.run import Checked, Run
 from quantkit.models.source import Source
+from quantkit.system.ranks import Shards
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     from quantkit.checkpoints.rows import Rows
     from quantkit.checkpoints.spool import Spool
     from quantkit.models.skeleton import Skeleton
-    from quantkit.numerics.grouped_weight import GroupedWeight
     from quantkit.numerics.normal_float import NormalFloatWeight
-    from quantkit.numerics.scaled_weight import ScaledWeight
+    from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
     from quantkit.records.artifact import Artifact
+
+    Values = Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]
 
 Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight | ScaledWeight"  # what methods make
 Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # what formats give back
@@ -236,3 +239,63 @@ class Format:
     def keeps(self) -> bool:
         """Whether its files hold tensors beside the model, as they are, under the names of the published checkpoint."""
         return self.weight_files == ("*.safetensors",)
+
+
+class _Leading(TensorWriter):
+    """The leader's: it reads finished blocks for all."""
+
+    def __init__(self, writer: TensorWriter, shards: Shards) -> None:
+        super().__init__(writer.checkpoint, writer.source, writer.run)
+        self._writer, self._shards = writer, shards
+
+    def add(self, name: str, value: Written) -> None:
+        self._writer.add(name, value)
+
+    def block(self, prefix: str) -> Values:
+        return self._shards.from_leader(self._writer.block(prefix))
+
+    def replace_scales(self, name: str, scales: torch.Tensor) -> None:
+        self._writer.replace_scales(name, scales)
+
+    def finish_block(self, index: int) -> None:
+        self._writer.finish_block(index)
+
+
+class _Following(TensorWriter):
+    """Another rank's."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards, self._finished = shards, shards.from_leader(0)
+
+    @property
+    def finished(self) -> int:
+        return self._finished
+
+    def add(self, name: str, value: Written) -> None:
+        """The leader has the same."""
+
+    def block(self, _prefix: str) -> Values:
+        return self._shards.from_leader({})
+
+    def replace_scales(self, name: str, scales: torch.Tensor) -> None:
+        """The leader does."""
+
+    def finish_block(self, index: int) -> None:
+        """The leader does."""
+
+
+@contextmanager
+def leading(opened: AbstractContextManager[TensorWriter], shards: Shards) -> Iterator[TensorWriter]:
+    """The leader's writer; in a single process the `opened` one as it is."""
+    with opened as writer:
+        if shards.size == 1:
+            yield writer
+            return
+        shards.from_leader(writer.finished)
+        yield _Leading(writer, shards)
+
+
+@contextmanager
+def following(shards: Shards) -> Iterator[TensorWriter]:
+    """What another rank has in place of the leader's writer."""
+    yield _Following(shards)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Generic
 
 from typing_extensions import TypeVar
 
-from quantkit.contracts.format import Content, Format, Layout, TensorWriter
+from quantkit.contracts.format import Content, Format, Layout, TensorWriter, following, leading
 from quantkit.contracts.run import Checked, Plan, Run
-from quantkit.contracts.shared_writer import following, leading
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
 from quantkit.models.source import Source
 from quantkit.records.artifact import CalibrationEntry

@@ -1,7 +1,13 @@
-"""Everything that can be refused before long work: from what was asked for to a checked job."""
+"""Everything that can be refused before long work: from what was asked for to a checked job.
+
+For a model that a method refuses, the checks of the other methods say which of them take it.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,21 +18,20 @@ import numpy as np
 from quantkit.calibration.tokens import context_notes, draw_tokens
 from quantkit.checkpoints.side_files import GENERATION, VOCABULARIES
 from quantkit.contracts.format import Content, Format
-from quantkit.contracts.method import CheckedJob, Job
-from quantkit.contracts.registry import find_format_for, find_method
-from quantkit.conversion.alternatives import alternatives_to
+from quantkit.contracts.method import CheckedJob, Job, Method
+from quantkit.contracts.registry import find_format, find_format_for, find_method, methods
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import place_of, refuse_existing, refuse_overlap, refuse_small_disk
 from quantkit.data.texts import encode
-from quantkit.errors import RecipeError, SourceError, UnsupportedError
+from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models.architectures import PROVEN
-from quantkit.models.config import ADD_ROWS, refuse_ids, vocabulary_of
-from quantkit.models.overrides import OverriddenSource
-from quantkit.models.source import Source
+from quantkit.models.config import ADD_ROWS, refuse_ids, torch_left_out, vocabulary_of
+from quantkit.models.source import OverriddenSource, Source
 from quantkit.records.recipe import ConvertRecipe, ResourceSpec
 from quantkit.system.device import AUTO, CPU, device_memory, find_device
 from quantkit.system.files import safe_name
+from quantkit.system.ranks import without_ranks
 from quantkit.system.untrusted import read_object, shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
@@ -297,3 +302,51 @@ def _rest_note(source: Source, names: Mapping[str, str], fate: str) -> str:
     what = "text half" if source.text_prefixes is not None else "architecture in transformers"
     first = ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
     return f"{len(names)} tensor{plural} of the source ({count:,} values) are no part of its {what} and {fate}: {first}"
+
+
+ASK = """import sys
+from quantkit.conversion.check import hint
+from quantkit.conversion.check import prepare
+from quantkit.records.recipe import ConvertRecipe
+print(hint(prepare(ConvertRecipe.model_validate_json(sys.argv[1])), sys.argv[2]))"""
+UNKNOWN = "`quantkit methods` lists the others."
+
+
+def alternatives_to(job: Job, but: str = "", walked: bool = False) -> str:
+    """A sentence that names METHOD:BITS whose checks take the job's source with default options; not the method `but`.
+
+    `walked`: it was refused on its way through the model, where others that calibrate go, too. It costs all their
+    checks, so it belongs into errors only. Where transformers came without torch, most checks cannot run in this
+    process: another one asks them.
+    """
+    if not torch_left_out():
+        return hint(job, but, walked)
+    command = [sys.executable, "-P", "-c", ASK, job.recipe.model_dump_json(), but]
+    ended = subprocess.run(command, capture_output=True, text=True, env=without_ranks(os.environ), check=False)
+    return ended.stdout.strip() if ended.returncode == 0 else UNKNOWN
+
+
+def hint(job: Job, but: str, walked: bool = False) -> str:
+    """The sentence of `alternatives_to`, found in this process."""
+    others = [method for name, method in methods().items() if name != but and method.makes is not Content.FLOATS]
+    names = [f"{method.name}:{bits}" for method in others if (bits := _accepted_bits(method, job, walked))]
+    if not names:
+        return "No other method takes this model."
+    return f"Methods that take this model: {', '.join(names)}."
+
+
+def _accepted_bits(method: Method, job: Job, walked: bool) -> str | None:
+    """The default bits, or else the first ones, that the method's check takes."""
+    for bits in sorted(method.bits, key=lambda bits: bits != method.default_bits):
+        recipe = job.recipe.model_copy(update={"method": method.name, "bits": bits, "options": {}, "format": None})
+        kind, options = find_format(method.kind_of(bits)[1]), method.parse_options({})
+        if method.refuse_config(job.source.config) or (walked and method.calibrated(options)):
+            return None
+        try:
+            method.check(replace(job, recipe=recipe, method=method, format=kind, options=options))
+            if method.calibrated(options):
+                context_notes(recipe.calibration, job.source.config)
+        except QuantkitError:
+            continue
+        return bits
+    return None

@@ -13,8 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from quantkit.checkpoints.spool import JOURNAL, SPOOL, restore
 from quantkit.contracts.method import CheckedJob, with_layer_bits
 from quantkit.contracts.run import Findings, Run
-from quantkit.conversion.alternatives import alternatives_to
-from quantkit.conversion.check import ReadyJob, check, prepare
+from quantkit.conversion.check import ReadyJob, alternatives_to, check, prepare
 from quantkit.conversion.manifest import fingerprint, make_manifest
 from quantkit.conversion.staging import place_of, refuse_existing, staged
 from quantkit.conversion.verify import check_values, notes_on_loss
@@ -24,9 +23,8 @@ from quantkit.records.artifact import MANIFEST, Artifact, Manifest, open_artifac
 from quantkit.records.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, take_fields
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
 from quantkit.system.device import device_label
-from quantkit.system.files import replace_text
+from quantkit.system.files import replace_text, temporary_folder
 from quantkit.system.progress import Progress
-from quantkit.system.temporary import temporary_folder
 from quantkit.system.untrusted import parse_json, reraise_as, shown
 
 DTYPES = ("float16", "bfloat16", "float32")  # of an imported GGUF file

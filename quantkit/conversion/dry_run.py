@@ -12,8 +12,8 @@ from quantkit.contracts.method import CheckedJob, with_layer_bits
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import ReadyJob
 from quantkit.conversion.forecast import Forecast
+from quantkit.system.files import temporary_folder
 from quantkit.system.progress import Progress, Step
-from quantkit.system.temporary import temporary_folder
 
 
 @dataclass(frozen=True)

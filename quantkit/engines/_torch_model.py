@@ -1,22 +1,133 @@
-"""A transformers model in torch as a LoadedModel: logits of windows, and greedy tokens one by one."""
+"""A transformers model in torch as a LoadedModel; linear layers that compute on stored codes, of 4 or 8 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
-from quantkit.contracts.windows import Window, alike
-from quantkit.engines._linears import generating
+from quantkit.contracts.engine import Window, alike
 from quantkit.models.architectures import running
 from quantkit.models.output_head import OutputHead, last_states
-from quantkit.numerics.matmul import products_everywhere
+from quantkit.numerics.matmul import product, products_everywhere
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
+
+EVALUATED_ROWS = 8  # at most, on the kernel
+GENERATED_ROWS = 64
+KERNEL_GROUPS = (256, 128, 64, 32)
+KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
+INT4_SLAB = 1 << 18  # elements that are dequantized together, so that they stay in the processor's cache
+SCALED_SLAB = 1 << 20  # elements of the weight that are wide at a time
+
+
+def kernel_group(weight: GroupedWeight) -> int:
+    """Return the columns that share a scale in the int4 kernel: its widest size that divides the groups.
+
+    It is 0 if the kernel cannot run this layer, which needs up to 4 bits and equal groups of a multiple of 32 columns.
+    """
+    k, groups = weight.shape[1], weight.scales.shape[1]
+    sizes = torch.bincount(weight.g_idx, minlength=groups)
+    if weight.bits > 4 or k % groups or not bool((sizes == k // groups).all()):
+        return 0
+    return next((size for size in KERNEL_GROUPS if (k // groups) % size == 0), 0)
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """Let the model's int4 layers also run short prompts on the kernel."""
+    layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    for layer in layers:
+        layer.kernel_rows = GENERATED_ROWS
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.kernel_rows = EVALUATED_ROWS
+
+
+class Int4Linear(nn.Module):
+    """y = x W^T + b for a GroupedWeight W (N, K): torch's int4 CPU kernel for few rows, dense for many.
+
+    Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in
+    bfloat16. More rows are multiplied with the dequantized weight: in an evaluation from nine on, because that weight
+    is exact; in generation from the number on that makes it faster. Holds 1 byte a weight: kernel words and codes.
+    """
+
+    def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rows, k = weight.shape
+        self.group = kernel_group(weight)
+        repeats = k // weight.scales.shape[1] // self.group
+        padding = -self.rows % KERNEL_STEP
+        self.order = weight.beside()
+        codes = weight.codes if self.order is None else weight.codes[:, self.order]
+        codes = nn.functional.pad(codes, (0, 0, 0, padding))
+        self.codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).contiguous()
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)
+        scales = weight.scales.to(torch.float32).repeat_interleave(repeats, 1)
+        shift = (8 - weight.zeros.to(torch.float32).repeat_interleave(repeats, 1)) * scales
+        self.scales, self.shift = (nn.functional.pad(part, (0, 0, 0, padding)) for part in (scales, shift))
+        self.scale_zero = torch.stack([self.scales.T, self.shift.T], -1).to(dtype).contiguous()
+        self.register_parameter("bias", bias)
+        self.dtype, self.kernel_rows = dtype, EVALUATED_ROWS
+
+    def dense(self) -> torch.Tensor:
+        """Return W (N, K) in the layer's dtype, columns in the kernel's order."""
+        width = 2 * self.codes.shape[1]
+        weight = torch.empty(self.rows, width, dtype=self.dtype)
+        step = max(1, INT4_SLAB // width)
+        for start in range(0, self.rows, step):
+            rows = slice(start, min(start + step, self.rows))
+            pairs = self.codes[rows]
+            values = torch.stack([pairs & 15, pairs >> 4], -1).view(len(pairs), -1, self.group).to(torch.float32)
+            values.sub_(8).mul_(self.scales[rows, :, None]).add_(self.shift[rows, :, None])
+            weight[rows] = values.view(len(pairs), width)
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) -> (..., N)."""
+        flat = x.reshape(-1, x.shape[-1])
+        if self.order is not None:
+            flat = flat[:, self.order]
+        if len(flat) <= self.kernel_rows:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat.contiguous(), self.packed, self.group, self.scale_zero)
+            y = y[:, : self.rows]
+        else:
+            y = product(flat, self.dense())
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], -1)
+
+
+class ScaledLinear(nn.Module):
+    """y = round(x) W^T + b in float32 for a ScaledWeight W (N, K) with `inputs`. Holds a byte a weight, as stored.
+
+    It multiplies the rounded inputs by the dequantized weight, some rows at a time; vLLM's kernels sum the same
+    products of codes, exactly or in float32.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: ScaledWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inputs, self.dtype = weight.inputs, dtype
+        self.slabs = weight.split(max(1, SCALED_SLAB // weight.shape[1]))
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) -> (..., N)."""
+        wide = x.float() if self.inputs is None else self.inputs.rounded(x)
+        y = torch.cat([nn.functional.linear(wide, slab.dense()) for slab in self.slabs], -1)
+        y = y if self.bias is None else y + self.bias.float()
+        return y.to(self.dtype)
+
 
 ROWS = 256  # positions that go through the output layer together
 PIECE_ROWS = 32  # positions of a piece, which fits in the processor's cache

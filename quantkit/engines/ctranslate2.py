@@ -24,7 +24,7 @@ from quantkit.system.untrusted import reraise_as
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quantkit.contracts.windows import Window
+    from quantkit.contracts.engine import Window
 
 
 def compute_type_for(bits: str, supported: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from quantkit.system.untrusted import reraise_as
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quantkit.contracts.windows import Window
+    from quantkit.contracts.engine import Window
 
 BATCH = 512
 ALL_LAYERS = 1 << 16  # on the GPU

@@ -19,13 +19,11 @@ from torch import nn
 
 from quantkit.calibration.passes import WindowWalk
 from quantkit.checkpoints.rows import Rows, rows_in_memory
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec, WeightStats, refuse_dtype
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec, WeightStats, Window, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored
-from quantkit.contracts.windows import Window
-from quantkit.engines._linears import Int4Linear, ScaledLinear, kernel_group
-from quantkit.engines._torch_model import TorchModel
+from quantkit.engines._torch_model import Int4Linear, ScaledLinear, TorchModel, kernel_group
 from quantkit.errors import ArtifactError, EngineError
 from quantkit.models.output_head import OutputHead, StoredOutput
 from quantkit.models.skeleton import (
@@ -41,9 +39,8 @@ from quantkit.models.skeleton import (
 )
 from quantkit.models.source import Source
 from quantkit.models.unfuse import cut
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import products_everywhere
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.records.artifact import Artifact
 from quantkit.system.device import find_device
 from quantkit.system.memory import trim_heap

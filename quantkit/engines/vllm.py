@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm import LLMEngine
 
-    from quantkit.contracts.windows import Window
+    from quantkit.contracts.engine import Window
 
 DTYPES = ("bfloat16", "float16", "float32")
 GPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM would take nearly the whole GPU

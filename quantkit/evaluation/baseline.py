@@ -23,16 +23,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.contracts.engine import StatesModel
-from quantkit.contracts.windows import Cut, alike, positions_in
+from quantkit.contracts.engine import Cut, StatesModel, alike, positions_in
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.evaluation.scores import score
+from quantkit.evaluation.perplexity import score
 from quantkit.models.source import Source
 from quantkit.records.recipe import parse
 from quantkit.records.report import BaselineEntry
 from quantkit.report.statistics import mean_and_error
-from quantkit.system.cache import cache_folder
-from quantkit.system.files import replace_text, sha256_of
+from quantkit.system.files import cache_folder, replace_text, sha256_of
 from quantkit.system.untrusted import read_object, reraise_as
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from quantkit.evaluation.evaluate import LIMITS, measure, open_with_source, prep
 from quantkit.records.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, spec_of
 from quantkit.records.report import Report
 from quantkit.report.statistics import mean_and_error
+from quantkit.system.files import temporary_folder
 from quantkit.system.progress import Progress
-from quantkit.system.temporary import temporary_folder
 
 MAX_APART = 0.02  # nats; llama.cpp's 8-bit activations brought 0.013 to a model of 135M parameters with outliers
 MAX_SHIFT = 0.01  # nats in the mean: 1 % of the perplexity

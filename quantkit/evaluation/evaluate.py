@@ -14,9 +14,9 @@ from typing import Any
 
 from quantkit.calibration.tokens import seen_notes
 from quantkit.contracts.check_manifest import refuse_untrue
+from quantkit.contracts.engine import Cut, alike, positions_in, tokens_in
 from quantkit.contracts.model import Model, ModelLike
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import Cut, alike, positions_in, tokens_in
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError
 from quantkit.evaluation.baseline import NOISE_WINDOWS, BaselineFiles, ensure, key_of, resume_folder
@@ -32,10 +32,10 @@ from quantkit.records.artifact import SourceEntry, package_versions
 from quantkit.records.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, Strict, spec_of
 from quantkit.records.report import BaselineEntry, Hardware, Report, TextEntry, this_machine
 from quantkit.system.device import device_label
+from quantkit.system.files import temporary_folder
 from quantkit.system.interpreter import PACKAGE, code_digest
 from quantkit.system.processor import usable_cores
 from quantkit.system.progress import Progress, Step
-from quantkit.system.temporary import temporary_folder
 
 LIMITS = MemoryLimits()
 TRIAL_BATCHES = 2  # through a walk's first block; without a walk one batch is computed

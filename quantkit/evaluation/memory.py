@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.checkpoints.safetensors import ITEM_BYTES
-from quantkit.contracts.engine import Engine, WeightStats
+from quantkit.contracts.engine import BATCH_TOKENS, Engine, WeightStats, Window, longest_in, positions_in, tokens_in
 from quantkit.contracts.format import Format
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import BATCH_TOKENS, Window, longest_in, positions_in, tokens_in
 from quantkit.errors import RecipeError, ResourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import REFERENCE, ChosenEngine, own_device, require
 from quantkit.models.config import beside_states, open_config

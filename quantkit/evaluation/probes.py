@@ -10,11 +10,9 @@ import time
 
 import numpy as np
 
-from quantkit.contracts.probe import Probe, ProbeJob
-from quantkit.data.prompts import PROMPTS, WARM_UP
-from quantkit.data.texts import encode
+from quantkit.data.texts import PROMPTS, WARM_UP, encode
 from quantkit.errors import EngineError, RecipeError, near_miss
-from quantkit.evaluation.perplexity import measure_perplexity
+from quantkit.evaluation.perplexity import Probe, ProbeJob, measure_perplexity
 from quantkit.models.config import vocabulary_of
 from quantkit.records.report import Measurement
 from quantkit.report.statistics import mean_and_error, percentiles

@@ -3,7 +3,7 @@
 llama.cpp: windows of n_ctx (512) without overlap; token 0 of each is replaced by BOS where the vocabulary adds one;
 only targets in the second half count (n_ctx - n_ctx/2 - 1 of them); the rest of the text is dropped.
 papers (GPTQ, AWQ): rows joined with a blank line; windows of 2048 without overlap; every target counts.
-lm-eval: the harness's task wikitext: pages one by one, as `wikitext.py` cuts and cleans them; windows as long as the
+lm-eval: the harness's task wikitext: pages one by one, as `data/texts.py` cuts and cleans them; windows as long as the
 model's context that do not overlap, with BOS (or EOS) before the first; every token counts once.
 """
 
@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.contracts.windows import Cut, Window
-from quantkit.data.texts import Text, adds_bos, encode, first_token, ids_of, papers_text
-from quantkit.data.wikitext import clean, count_words, pages
+from quantkit.contracts.engine import Cut, Window
+from quantkit.data.texts import Text, adds_bos, clean, count_words, encode, first_token, ids_of, pages, papers_text
 from quantkit.errors import RecipeError, TextError, near_miss
 from quantkit.models.config import context_of, note_beyond_context, refuse_ids
 from quantkit.records.report import Windows

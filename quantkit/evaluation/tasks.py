@@ -14,23 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.contracts.engine import LoadedModel
+from quantkit.contracts.engine import LoadedModel, Window
 from quantkit.contracts.model import Model, ModelLike
-from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
 from quantkit.errors import RecipeError, UnsupportedError, missing_package
 from quantkit.evaluation.engine_choice import choose
+from quantkit.evaluation.perplexity import score
 from quantkit.evaluation.process import LoadRequest, TasksRequest, run_child
-from quantkit.evaluation.scores import score
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of, note_beyond_context
 from quantkit.records.recipe import EngineSpec, TaskSpec, spec_of
 from quantkit.records.report import TaskReport, this_machine
 from quantkit.system.device import device_label
+from quantkit.system.files import temporary_folder
 from quantkit.system.interpreter import inspect_interpreter
 from quantkit.system.processor import usable_cores
 from quantkit.system.progress import Progress
-from quantkit.system.temporary import temporary_folder
 from quantkit.system.untrusted import path_of, reraise_as
 
 MOST_FILES = 50_000  # below the folder of further tasks; lm-eval brings some 15,000

@@ -16,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit.contracts.engine import LoadedModel, LoadSpec, StatesModel, ThreadedModel
+from quantkit.contracts.engine import Cut, LoadedModel, LoadSpec, StatesModel, ThreadedModel, load_cut, longest_in
 from quantkit.contracts.model import Model
-from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import Cut, load_cut, longest_in
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation import baseline, tasks
+from quantkit.evaluation.perplexity import ProbeJob
 from quantkit.evaluation.probes import PROMPT_TOKENS, find_probe
 from quantkit.evaluation.process import BaselineRef, BaselineRequest, LoadRequest, MeasureRequest, Request, read_request
 from quantkit.formats.source import open_model, open_source

@@ -43,7 +43,7 @@ from quantkit.formats._quantization_config import (
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of, weight_name
 from quantkit.models.source import Source
 from quantkit.numerics.grid import fit_grid, round_to_grid
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import shown, whole_number
 

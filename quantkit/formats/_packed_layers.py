@@ -19,17 +19,15 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.checkpoints.spool import Spool
-from quantkit.checkpoints.writer import open_writer
+from quantkit.checkpoints.spool import Spool, open_writer
 from quantkit.contracts.format import Layout, Stored, TensorWriter, Written
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.models.skeleton import Skeleton, rows_of, source_name, stack_of, stacks
 from quantkit.models.source import Source
-from quantkit.numerics.casting import cast_finite
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.grid import cast_finite
 from quantkit.numerics.normal_float import NormalFloatWeight
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 
 AGAIN = "Convert again with --force."
 PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time

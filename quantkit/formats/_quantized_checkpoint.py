@@ -21,8 +21,7 @@ from quantkit.errors import ArtifactError, RecipeError, SourceError
 from quantkit.formats._quantization_config import FILES, GPTQ_FILE, KEYS, source_quantization
 from quantkit.formats.float import Checkpoint, read_folder
 from quantkit.models.text_half import config_of, prefixes_of
-from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.system.untrusted import shown
 
 AGAIN = re.compile(r"(Convert again( with --force)?|Fetch the checkpoint again)\.")

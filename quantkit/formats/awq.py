@@ -18,7 +18,7 @@ from quantkit.formats._bit_packing import pack_awq, unpack_awq
 from quantkit.formats._grouped_codes import GroupedPacking
 from quantkit.formats._packed_layers import Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched, recognizes
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.system.untrusted import shown
 
 FORMER = {"w_bit": "bits", "q_group_size": "group_size"}

@@ -284,7 +284,7 @@ class _Writer(TensorWriter):
         """Round a tensor to the layout's dtype, some rows at a time."""
         import torch
 
-        from quantkit.numerics.casting import cast_finite
+        from quantkit.numerics.grid import cast_finite
 
         rows = rows_in_memory(value) if isinstance(value, torch.Tensor) else value
         if not isinstance(rows, Rows):
@@ -304,7 +304,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
 
 @contextmanager
 def _write(source: Source, _skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[_Writer]:
-    from quantkit.checkpoints.writer import open_writer
+    from quantkit.checkpoints.spool import open_writer
 
     with open_writer(run.folder, source, layout.dtype, None) as checkpoint:
         writer = _Writer(checkpoint, source, run)

@@ -34,7 +34,7 @@ from quantkit.formats._quantization_config import (
 )
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import read_object, shown
 

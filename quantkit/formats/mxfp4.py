@@ -20,7 +20,7 @@ from quantkit.contracts.format import Format, Kind, Loading
 from quantkit.errors import ArtifactError
 from quantkit.formats._packed_layers import RowsReader
 from quantkit.formats._quantization_config import recognizes
-from quantkit.numerics.scaled_weight import E2M1_CODES
+from quantkit.numerics.quantized_weight import E2M1_CODES
 
 AGAIN = "Fetch the checkpoint again."
 BLOCKS, SCALES = "_blocks", "_scales"

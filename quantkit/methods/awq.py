@@ -25,17 +25,15 @@ from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import FEEDBACK_RECORD, CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
-from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
-from quantkit.methods._targets import AUTO
+from quantkit.methods._layer_bits import AUTO, BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
 from quantkit.methods.gptq import Solver, in_shares, quantize_each, streams
 from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
 from quantkit.models.skeleton import load
 from quantkit.models.unfuse import expert_of
-from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.error_feedback import Feedback, FeedbackSettings
-from quantkit.numerics.grid import Grid, round_to_grid, round_to_nearest
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.grid import Grid, cast_finite, round_to_grid, round_to_nearest
 from quantkit.numerics.matmul import product_in, quick
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian, Refit, RoundedLayer
 from quantkit.system.ranks import ALONE, Shards
 

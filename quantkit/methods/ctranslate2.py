@@ -23,10 +23,10 @@ from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.ctranslate2.architectures import SourceTensors, refusal, refusal_of_config
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.models.config import ADD_ROWS
-from quantkit.models.overrides import OverriddenSource
+from quantkit.models.source import OverriddenSource
 from quantkit.records.recipe import Strict
+from quantkit.system.files import temporary_folder
 from quantkit.system.memory import GROWTH
-from quantkit.system.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
@@ -84,7 +84,7 @@ def _refuse_beyond_float16(job: Job) -> None:
     """Raise UnsupportedError for a value that the converter would turn to infinity."""
     import torch
 
-    from quantkit.numerics.casting import cast_finite
+    from quantkit.numerics.grid import cast_finite
 
     for name in (name for name, info in job.source.tensors.items() if info.dtype in FLOATS):
         for _, piece in job.source.in_rows(name).pieces(PIECE):

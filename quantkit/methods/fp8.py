@@ -16,8 +16,8 @@ from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shape
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
+from quantkit.numerics.quantized_weight import ScaledWeight
 from quantkit.numerics.scaled_rounding import BLOCK, round_float8
-from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.records.recipe import Strict
 
 

@@ -26,16 +26,14 @@ from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shape
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
-from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
-from quantkit.methods._targets import AUTO
+from quantkit.methods._layer_bits import AUTO, BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import ColumnGrids, Feedback, FeedbackSettings, RoundingErrors, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import elements_together, rows_together
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.numerics.scale_refit import PartedHessian, Refit, RoundedLayer
 from quantkit.numerics.scaled_rounding import Float4, float4_with_feedback
-from quantkit.numerics.scaled_weight import ScaledWeight
 from quantkit.system.ranks import ALONE, Shards
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together

@@ -26,10 +26,10 @@ from quantkit.methods.awq import repeat_heads, share_heads
 from quantkit.methods.gptq import quantize_each
 from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
 from quantkit.models.skeleton import load
-from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.error_feedback import Feedback
+from quantkit.numerics.grid import cast_finite
+from quantkit.numerics.quantized_weight import INT8_TOP, InputRounding, ScaledWeight
 from quantkit.numerics.scaled_rounding import int8_with_feedback, round_int8
-from quantkit.numerics.scaled_weight import INT8_TOP, InputRounding, ScaledWeight
 from quantkit.records.recipe import Strict
 
 SAMPLED_TOKENS = 256  # of a layer's inputs, spread evenly, in the trials

@@ -17,8 +17,7 @@ from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.records.recipe import Strict
 
 

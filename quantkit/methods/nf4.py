@@ -16,7 +16,7 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import missing_package
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
-from quantkit.numerics.casting import cast_finite
+from quantkit.numerics.grid import cast_finite
 from quantkit.numerics.normal_float import NormalFloatWeight
 from quantkit.records.recipe import Strict
 

@@ -1,7 +1,9 @@
 """A source with LoRA adapters, which are merged in float32 into each tensor as it is read.
 
-Adapters are merged one after the other. The values equal those of PEFT's `merge_and_unload` in float32 to the last bit.
-PEFT itself is not needed.
+Adapters are merged one after the other. The values equal those of PEFT's `merge_and_unload` in float32 to the last bit,
+since products and sums come in its order; PEFT itself is not needed.
+LoRA: W + s B A, https://arxiv.org/abs/2106.09685, section 4.1. rsLoRA only has another s: https://arxiv.org/abs/2312.03732.
+DoRA: m (W + s B A) / ||W + s B A||, the norm of each output, https://arxiv.org/abs/2402.09353, equation 5.
 """
 
 from __future__ import annotations
@@ -33,12 +35,32 @@ from quantkit.checkpoints.side_files import (
 from quantkit.errors import SourceError
 from quantkit.models.adapter import WEIGHTS, Adapter, LowRank
 from quantkit.models.config import load_tokenizer
-from quantkit.models.overrides import OverriddenSource, Override
 from quantkit.models.skeleton import open_skeleton
-from quantkit.models.source import Source
-from quantkit.numerics.low_rank import merge_linear
-from quantkit.system.temporary import temporary_folder
+from quantkit.models.source import OverriddenSource, Override, Source
+from quantkit.system.files import temporary_folder
 from quantkit.system.untrusted import shown
+
+
+def merge_linear(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    magnitude: torch.Tensor | None = None,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """W (out, in) with A (r, in), B (out, r), and m (out) of DoRA; all float32.
+
+    W is (in, out) where it is stored `transposed`, as embeddings (tokens, width) are.
+    """
+    delta = b @ a
+    delta = (delta.T if transposed else delta) * scale
+    if magnitude is None:
+        return weight + delta
+    norm = torch.linalg.norm(weight.T + delta.T if transposed else weight + delta, dim=1)
+    factor = (magnitude / norm).view(-1, 1)
+    return (factor.T if transposed else factor) * (weight + delta)
+
 
 OTHER_BASE = "Give the base model that the adapter was made for."
 

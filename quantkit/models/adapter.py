@@ -26,8 +26,7 @@ from quantkit.checkpoints.safetensors import PARALLEL, TensorInfo, read_header, 
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.records.artifact import AdapterEntry
 from quantkit.system.files import sha256_of
-from quantkit.system.patterns import full_matches
-from quantkit.system.untrusted import inside, path_of, read_object, shown
+from quantkit.system.untrusted import full_matches, inside, path_of, read_object, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_CONFIG = 1 << 22  # bytes; one with a rank for each of 10,000 layers has a tenth of it

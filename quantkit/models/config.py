@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.side_files import TOKENIZER_SETTINGS, copy_side_files, refuse_large_files
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.system.files import temporary_folder
 from quantkit.system.modules import importing
-from quantkit.system.temporary import temporary_folder
 from quantkit.system.untrusted import DEEPEST, depth_exceeds, read_object, reraise_as, shown, silenced, whole_number
 
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.errors import ValuesError
 from quantkit.numerics.matmul import rows_together
+from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 
 COARSE_STEPS = 11  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
@@ -203,3 +204,12 @@ def round_to_nearest(weight: torch.Tensor, group_size: int, bits: int, **how: An
     grid = fit_grid(weight, size, bits, **how)
     codes = round_to_grid(weight, grid, size)
     return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(columns, size, weight.device), bits)
+
+
+def cast_finite(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """`tensor` in `dtype`; raises ValuesError where values beyond its range would become infinite."""
+    rounded = tensor.to(dtype)
+    if not bool(torch.isfinite(rounded).all()):
+        kind = str(dtype).removeprefix("torch.")
+        raise ValuesError(f"{name} has values beyond {kind}'s range ({torch.finfo(dtype).max:g})")
+    return rounded

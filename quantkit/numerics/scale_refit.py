@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from quantkit.numerics.grid import stored_scale
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import elements_together, product_in, quick_dtype
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.numerics.second_moments import permuted
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations

@@ -17,7 +17,7 @@ import torch
 
 from quantkit.numerics.error_feedback import ColumnGrids, Feedback, round_columns
 from quantkit.numerics.matmul import rows_together
-from quantkit.numerics.scaled_weight import (
+from quantkit.numerics.quantized_weight import (
     E8M0_BIAS,
     FLOAT4_TOP,
     FLOAT8_TOP,

@@ -37,8 +37,8 @@ from quantkit.errors import (
 from quantkit.publishing.results import PREFIX, eval_results
 from quantkit.records.artifact import CARD, LOADABLE, MANIFEST, Artifact, FileEntry, open_artifact
 from quantkit.report.card import BEGIN, convert_command, front_matter
+from quantkit.system.files import temporary_folder
 from quantkit.system.progress import Progress
-from quantkit.system.temporary import temporary_folder
 from quantkit.system.untrusted import read_text, shown
 
 MOST_CARD = 1 << 24  # bytes

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.data.prompts import PROMPTS, WARM_UP
+from quantkit.data.texts import PROMPTS, WARM_UP
 from quantkit.errors import RecipeError
 from quantkit.records.recipe import LoadTestSpec, Strict
 from quantkit.records.report import Hardware, Measurement, this_machine

@@ -14,7 +14,7 @@ from quantkit.errors import RecipeError
 from quantkit.methods.gptq import METHOD as GPTQ
 from quantkit.methods.rtn import round_layer
 from quantkit.models.skeleton import load
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.system.ranks import Shards
 
 GROUP, LENGTH = 32, 16

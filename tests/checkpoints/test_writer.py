@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from tiny_llama import plain_model
 
 from quantkit.checkpoints.safetensors import read_header
-from quantkit.checkpoints.spool import JOURNAL, SPOOL, read_journal, restore
-from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.checkpoints.spool import JOURNAL, SPOOL, CheckpointWriter, read_journal, restore
 from quantkit.contracts.run import Findings
 from quantkit.formats.source import open_source
 

@@ -11,8 +11,8 @@ from tiny_models import conversion_by
 
 from quantkit import verify
 from quantkit.checkpoints.spool import Spool
-from quantkit.cli import signals
-from quantkit.cli.signals import signals_that_end
+from quantkit.cli import app as signals
+from quantkit.cli.app import signals_that_end
 
 
 def ignore():

@@ -19,8 +19,7 @@ from quantkit.records.artifact import CARD, MANIFEST
 from quantkit.records.recipe import CompareRecipe
 from quantkit.records.report import read_report, this_machine
 from quantkit.report.table import read_tables
-from quantkit.system.cache import cache_folder
-from quantkit.system.files import sha256_of
+from quantkit.system.files import cache_folder, sha256_of
 
 VARIANTS = ["gguf:Q8_0", {"method": "ctranslate2", "bits": "int8"}, "rtn:4"]
 SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}

@@ -46,7 +46,7 @@ def figures(out):
 
 
 def command(recipe, out, *words):
-    given = [sys.executable, "-m", "quantkit.cli", "run", str(recipe), "--out", str(out), *words]
+    given = [sys.executable, "-m", "quantkit", "run", str(recipe), "--out", str(out), *words]
     nowhere = subprocess.DEVNULL
     return subprocess.Popen(given, stderr=subprocess.PIPE, stdout=nowhere, start_new_session=True, text=True)
 

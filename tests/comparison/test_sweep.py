@@ -37,7 +37,7 @@ class Here(Local):
 
     def submit(self, task, command):
         self.memory[task.name] = task.memory
-        assert command[1:] == ["-m", "quantkit.cli", "sweep-task", str(task.folder)]
+        assert command[1:] == ["-m", "quantkit", "sweep-task", str(task.folder)]
         self.begun.append(task.name)
         self.ended.append((task.name, self.code_of(task)))
 

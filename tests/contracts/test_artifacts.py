@@ -10,14 +10,13 @@ from trials import dense, dense_values
 
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
-from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.registry import find_engine, find_format, find_method, formats, formats_for, methods
 from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.conversion.verify import verify
 from quantkit.data.texts import load_text
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.engine_choice import refusal
-from quantkit.evaluation.perplexity import measure_perplexity
+from quantkit.evaluation.perplexity import ProbeJob, measure_perplexity
 from quantkit.evaluation.protocols import cut
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.gguf.file_types import IQ_MIXES

@@ -9,8 +9,7 @@ from quantkit import convert, verify
 from quantkit.contracts.format import Content
 from quantkit.contracts.registry import methods
 from quantkit.conversion import check as checking
-from quantkit.conversion.alternatives import alternatives_to
-from quantkit.conversion.check import prepare
+from quantkit.conversion.check import alternatives_to, prepare
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.records.recipe import ConvertRecipe
 

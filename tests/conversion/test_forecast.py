@@ -16,7 +16,7 @@ from killed import forked
 from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, prepare_job, quantkit
 
-from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.checkpoints.spool import CheckpointWriter
 from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.run import Findings
 from quantkit.conversion import check as checking

@@ -17,7 +17,7 @@ from tiny_multimodal import FURTHER, MULTIMODAL, PROCESSOR, save_multimodal
 from transformers import AutoModelForImageTextToText
 
 from quantkit import convert, evaluate, verify
-from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.checkpoints.spool import CheckpointWriter
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError

@@ -13,8 +13,7 @@ from killed import Ends, started
 from tiny_models import conversion_by, succeeds
 
 from quantkit import convert, verify
-from quantkit.checkpoints.spool import JOURNAL, SPOOL, Spool, line_of, read_journal
-from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.checkpoints.spool import JOURNAL, SPOOL, CheckpointWriter, Spool, line_of, read_journal
 from quantkit.conversion import convert as conversion
 from quantkit.conversion.staging import OWNER, WORK
 from quantkit.errors import OutputError

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from quantkit.data.wikitext import clean, count_words, pages
+from quantkit.data.texts import clean, count_words, pages
 
 CLEANED = {
     "a @-@ b 1 @,@ 000 2 @.@ 5": "a-b 1,000 2.5",

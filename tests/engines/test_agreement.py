@@ -9,10 +9,10 @@ from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER, demo_folder
 from quantkit.data.texts import load_text
 from quantkit.errors import DependencyError
+from quantkit.evaluation.perplexity import score
 from quantkit.evaluation.protocols import cut
-from quantkit.evaluation.scores import score
 from quantkit.formats.source import open_model
-from quantkit.system.cache import cache_folder
+from quantkit.system.files import cache_folder
 
 N_CTX = 512
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from quantkit.engines import _linears as int4
-from quantkit.engines._linears import EVALUATED_ROWS, GENERATED_ROWS, Int4Linear, generating, kernel_group
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.engines import _torch_model as int4
+from quantkit.engines._torch_model import EVALUATED_ROWS, GENERATED_ROWS, Int4Linear, generating, kernel_group
+from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 
 N, K = 48, 256
 # float32 sums; bfloat16 has 8 bits, in the scales of the kernel or in the dense weight, and in the result.

@@ -8,10 +8,9 @@ from killed import told
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantkit.calibration import passes
-from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.engine import LoadSpec, Window
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
-from quantkit.contracts.windows import Window
 from quantkit.errors import EngineError, UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.system.memory import peak_rss_bytes

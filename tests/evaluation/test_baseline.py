@@ -123,7 +123,7 @@ def test_its_logits_do_not_depend_on_where_somebody_begins_to_read(source, windo
 
 def test_an_interrupted_one_goes_on_after_its_whole_batches(source, windows, monkeypatch):
     """The third window is computed again with the fourth, since their last digits are those of both together."""
-    monkeypatch.setattr("quantkit.contracts.windows.BATCH_TOKENS", 2 * 32)
+    monkeypatch.setattr("quantkit.contracts.engine.BATCH_TOKENS", 2 * 32)
     monkeypatch.setattr(baseline, "NOISE_WINDOWS", 3)
     files, facts = made(source, windows)
     assert facts.noise > 0

@@ -13,8 +13,8 @@ from quantkit.evaluation import evaluate as evaluation
 from quantkit.evaluation.baseline import key_of
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import prepare
+from quantkit.evaluation.perplexity import RECORD
 from quantkit.evaluation.protocols import cut
-from quantkit.evaluation.scores import RECORD
 from quantkit.formats.source import open_model, open_source
 from quantkit.records.recipe import EngineSpec, EvaluationSpec
 from quantkit.records.report import this_machine

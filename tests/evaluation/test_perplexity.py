@@ -7,13 +7,11 @@ from edits import flip
 from tiny_models import SAMPLE
 
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.registry import find_engine
 from quantkit.data.texts import load_text
 from quantkit.evaluation import perplexity
-from quantkit.evaluation.perplexity import ResumeFile, measure_perplexity
+from quantkit.evaluation.perplexity import RECORD, ProbeJob, ResumeFile, measure_perplexity
 from quantkit.evaluation.protocols import cut
-from quantkit.evaluation.scores import RECORD
 from quantkit.formats.source import open_model
 from quantkit.records.recipe import EvaluationSpec
 from quantkit.system.progress import Progress

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from quantkit.contracts.windows import load_cut
+from quantkit.contracts.engine import load_cut
 from quantkit.data.texts import Text, papers_text
 from quantkit.errors import TextError
 from quantkit.evaluation.protocols import PROTOCOLS, cut

@@ -8,7 +8,7 @@ from tiny_llama import VOCABULARY
 from tiny_models import EVALUATION, changed_copy, quantkit, succeeds
 
 from quantkit import evaluate
-from quantkit.data.prompts import PROMPTS
+from quantkit.data.texts import PROMPTS
 from quantkit.evaluation import probes
 from quantkit.evaluation.probes import GENERATED, READ, answer_figures, find_probe, generate, ms_per_token
 from quantkit.records.recipe import EvaluationSpec

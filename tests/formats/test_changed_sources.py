@@ -12,8 +12,7 @@ from quantkit.formats.float import Checkpoint
 from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 from quantkit.formats.source import open_source
 from quantkit.models.adapted import AdaptedSource
-from quantkit.models.overrides import OverriddenSource, Override
-from quantkit.models.source import Source
+from quantkit.models.source import OverriddenSource, Override, Source
 
 KINDS = (Checkpoint, QuantizedCheckpoint, GgufCheckpoint, AdaptedSource)
 

@@ -17,8 +17,7 @@ from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeErr
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model, open_source
-from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scaled_weight import InputRounding, ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, InputRounding, ScaledWeight
 from quantkit.records.artifact import open_artifact
 from quantkit.records.recipe import ConvertRecipe, EngineSpec
 

@@ -21,8 +21,7 @@ from quantkit.conversion.check import check, prepare
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.formats.gguf.grouped import TYPES, pack, pack_floats, unpack, unpack_floats
 from quantkit.formats.source import open_source
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight, contiguous_groups
 from quantkit.records.recipe import ConvertRecipe
 
 HALF = [0x00, 0x38]  # 0.5 in float16

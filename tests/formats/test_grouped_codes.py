@@ -22,7 +22,7 @@ from quantkit.errors import QuantkitError, RecipeError, SourceError, Unsupported
 from quantkit.formats._bit_packing import unpack_awq
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_source
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.records.recipe import ConvertRecipe
 
 GROUP = 64

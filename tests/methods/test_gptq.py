@@ -21,7 +21,7 @@ from quantkit.methods.rtn import round_layer
 from quantkit.numerics import error_feedback
 from quantkit.numerics.error_feedback import Feedback, feedback_factor
 from quantkit.numerics.grid import fit_grid
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian, Refit
 from quantkit.numerics.second_moments import Gram
 from quantkit.records.artifact import open_artifact

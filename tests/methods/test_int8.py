@@ -16,8 +16,8 @@ from quantkit.models import awq_mappings
 from quantkit.models.awq_mappings import Scaling
 from quantkit.models.skeleton import load, set_parameter
 from quantkit.numerics.error_feedback import Feedback
+from quantkit.numerics.quantized_weight import InputRounding
 from quantkit.numerics.scaled_rounding import int8_with_feedback
-from quantkit.numerics.scaled_weight import InputRounding
 
 
 def sample_of(x):

@@ -4,7 +4,7 @@ from gguf_files import slow_but
 from tiny_llama import LINEARS, calibration_ids, converted, job_for, plain_model
 from trials import dense_values, read_back
 
-from quantkit.numerics.scaled_weight import InputRounding
+from quantkit.numerics.quantized_weight import InputRounding
 
 GROUP = 64
 CT = "compressed-tensors"

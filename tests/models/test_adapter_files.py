@@ -144,5 +144,5 @@ def test_a_tokenizer_that_is_a_link_is_not_copied(tiny, adapter, tmp_path):
 
 
 def test_a_hostile_expression_ends_in_a_line(adapter, monkeypatch):
-    monkeypatch.setattr("quantkit.system.patterns.SECONDS", 1.0)
+    monkeypatch.setattr("quantkit.system.untrusted.SECONDS", 1.0)
     refused(with_config(adapter, rank_pattern={r"(.|.)*-": 4}), "rank_pattern: matching takes more")

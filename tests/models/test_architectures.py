@@ -17,7 +17,7 @@ from quantkit.conversion.verify import verify
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics import matmul as products
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.quantized_weight import GroupedWeight
 
 # Those that stand for the others in the quick lane.
 REPRESENTATIVE = {

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from quantkit.numerics.grid import fit_grid, round_to_grid, stored_scale
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 
 
 def weights_of(seed, rows=16, columns=128):

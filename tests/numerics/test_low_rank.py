@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from quantkit.numerics.low_rank import merge_linear
+from quantkit.models.adapted import merge_linear
 
 OUT, COLUMNS, RANK, SCALE = 5, 7, 3, 0.75
 

@@ -8,7 +8,7 @@ from quantkit.methods.awq import PlainRounding, search_scale
 from quantkit.methods.gptq import Options, Solver
 from quantkit.numerics import scale_refit as module
 from quantkit.numerics.grid import fit_grid, round_to_grid
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 from quantkit.numerics.scale_refit import PartedHessian, Refit, better_rows, normal_equations
 
 ROWS, COLUMNS, GROUP = 12, 96, 32

@@ -3,8 +3,8 @@ import torch
 
 from quantkit.numerics import scaled_rounding as fit
 from quantkit.numerics.error_feedback import Feedback
+from quantkit.numerics.quantized_weight import E2M1, InputRounding, ScaledWeight
 from quantkit.numerics.scaled_rounding import FLOAT8, INT8, Float4, fit_scales, round_float8, round_int8
-from quantkit.numerics.scaled_weight import E2M1, InputRounding, ScaledWeight
 
 POINTS = torch.tensor([*E2M1, *(-value for value in E2M1[1:])])
 

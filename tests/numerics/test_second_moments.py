@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from quantkit.numerics import second_moments as module
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 from quantkit.numerics.second_moments import Gram, permuted
 
 PANEL, CHUNK = 16, 64

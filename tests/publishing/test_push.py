@@ -16,7 +16,7 @@ from tiny_models import fails, quantkit, succeeds
 
 import quantkit.publishing.push as hub_side
 from quantkit import push, verify
-from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.checkpoints.spool import CheckpointWriter
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, HubError, RecipeError
 from quantkit.publishing.push import plan_push

@@ -71,7 +71,7 @@ def quantkit_serve(gguf):
     port = free_port()
     words = ["serve", str(gguf.folder), "--port", str(port), "--threads", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "quantkit.cli", *words],
+        [sys.executable, "-m", "quantkit", *words],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
     )  # fmt: skip
     try:

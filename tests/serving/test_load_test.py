@@ -10,7 +10,7 @@ import pytest
 from faulty_server import DONE, OPENING, cut, endless, event, faulty, free_port, good, refusal, sends, status, token
 from tiny_models import fails, quantkit, succeeds
 
-from quantkit.data.prompts import PROMPTS
+from quantkit.data.texts import PROMPTS
 from quantkit.errors import RecipeError
 from quantkit.records.recipe import LoadTestSpec
 from quantkit.serving.client import EXAMPLE_CHARACTERS, OK, UNFINISHED, Answer, Endpoint

@@ -14,7 +14,7 @@ from tiny_models import changed_copy, fails
 
 from quantkit.cli.options import out
 from quantkit.cli.serving import _print_load
-from quantkit.data.prompts import PROMPTS
+from quantkit.data.texts import PROMPTS
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.records.recipe import LoadTestSpec
 from quantkit.records.report import this_machine

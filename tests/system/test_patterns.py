@@ -4,8 +4,8 @@ import time
 import pytest
 
 from quantkit.errors import SourceError
-from quantkit.system import patterns
-from quantkit.system.patterns import full_matches
+from quantkit.system import untrusted as patterns
+from quantkit.system.untrusted import full_matches
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head", "xq_proj"]
 

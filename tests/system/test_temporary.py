@@ -8,7 +8,7 @@ import pytest
 from killed import forked
 
 import quantkit
-from quantkit.system.temporary import PREFIX, temporary_folder
+from quantkit.system.files import PREFIX, temporary_folder
 
 PACKAGE = Path(quantkit.__file__).parent
 
@@ -72,7 +72,7 @@ def test_a_living_one_and_folders_of_others_are_left_alone(tmp_path):
 
 def test_every_temporary_folder_of_the_package_is_such_a_one():
     """One inside of such a folder goes with it."""
-    allowed = {"system/temporary.py", "evaluation/process.py"}
+    allowed = {"system/files.py", "evaluation/process.py"}
     found = set()
     for path in PACKAGE.rglob("*.py"):
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}

@@ -20,7 +20,7 @@ from quantkit.formats._grouped_codes import HEAD, OTHERS, GroupedPacking
 from quantkit.formats._packed_layers import AGAIN, Parts, StoredLayer
 from quantkit.formats._quantization_config import Untouched
 from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, Group, groups_of, quantization
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.system.untrusted import shown
 
 KIND = "pack-quantized"

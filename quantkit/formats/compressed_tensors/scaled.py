@@ -39,7 +39,7 @@ from quantkit.formats._quantization_config import Untouched, quantization_of, re
 from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, groups_of, quantization, refuse_unfound_layers
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
-from quantkit.numerics.scaled_weight import InputRounding, ScaledWeight
+from quantkit.numerics.quantized_weight import InputRounding, ScaledWeight
 from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import shown
 

@@ -26,8 +26,8 @@ from quantkit.formats.ctranslate2.model_file import TYPES, VERSION
 from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import open_skeleton, set_parameter, source_name
 from quantkit.models.source import Source
+from quantkit.system.files import temporary_folder
 from quantkit.system.progress import Progress
-from quantkit.system.temporary import temporary_folder
 
 SLAB = 1 << 22  # values that are quantized at a time
 MOST_BYTES = (1 << 32) - 1  # of a variable: its size is stored in 32 bits

@@ -34,7 +34,7 @@ from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
 from quantkit.models.config import load_tokenizer
 from quantkit.models.skeleton import open_skeleton, refuse_shapes, source_name
 from quantkit.models.source import Source
-from quantkit.system.temporary import temporary_folder
+from quantkit.system.files import temporary_folder
 from quantkit.system.untrusted import read_object, reraise_as, shown
 
 # Settings that transformers leaves out for some architectures. llama.cpp scales queries by the head's size.

@@ -22,8 +22,7 @@ from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file
 from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
-from quantkit.numerics.scaled_weight import ScaledWeight
+from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight, contiguous_groups
 
 TYPES = {4: "Q4_0", 8: "Q8_0"}
 FLOATS = "MXFP4"

@@ -17,10 +17,8 @@ from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, cho
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, block_type
 from quantkit.formats.gguf.header import ALIGNMENT
 from quantkit.formats.gguf.hyperparameters import find_architecture, read_shape
-from quantkit.formats.gguf.row_orders import RowOrder
-from quantkit.formats.gguf.shapes import KEY_HEADS, QUERY_HEADS, ModelShape
-from quantkit.formats.gguf.slots import Slot, is_taken, slots_of
-from quantkit.formats.gguf.stacks import unstacked
+from quantkit.formats.gguf.shapes import KEY_HEADS, QUERY_HEADS, ModelShape, RowOrder
+from quantkit.formats.gguf.slots import Slot, is_taken, slots_of, unstacked
 from quantkit.models.source import Source
 from quantkit.system.untrusted import reraise_as
 
@@ -82,7 +80,7 @@ class PlannedTensor:
 class Plan:
     """All that is known of a file before a weight is read."""
 
-    source: Source  # with stacked tensors taken apart (`stacks.py`)
+    source: Source  # with stacked tensors taken apart (`slots.py`)
     architecture: Architecture
     shape: ModelShape
     tensors: tuple[PlannedTensor, ...]

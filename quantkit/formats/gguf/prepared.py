@@ -10,8 +10,7 @@ from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import EMBEDDING, of_config
 from quantkit.formats.gguf.plan import fill_slots
 from quantkit.formats.gguf.slots import is_taken
-from quantkit.models.overrides import Multipliers, OverriddenSource, multiplied, padded, rows_times
-from quantkit.models.source import Source
+from quantkit.models.source import Multipliers, OverriddenSource, Source, multiplied, padded, rows_times
 from quantkit.system.untrusted import reraise_as
 
 TABLE, ROWS = "model.embed_tokens_per_layer.weight", "vocab_size_per_layer_input"

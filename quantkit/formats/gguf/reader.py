@@ -20,12 +20,9 @@ from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.ggml.kquants import Floats
 from quantkit.formats.gguf.ggml.library import dequantize
 from quantkit.formats.gguf.header import FLOAT32, Header, Stored, read_header
-from quantkit.formats.gguf.hyperparameters import MOST_BLOCKS, MOST_EXPERTS
-from quantkit.formats.gguf.rope import MOST
-from quantkit.formats.gguf.row_orders import concatenated, in_order
-from quantkit.formats.gguf.shapes import ModelShape
-from quantkit.formats.gguf.slots import Slot, is_taken, slots_of
-from quantkit.formats.gguf.stacks import restacked
+from quantkit.formats.gguf.hyperparameters import MOST, MOST_BLOCKS, MOST_EXPERTS
+from quantkit.formats.gguf.shapes import ModelShape, concatenated, in_order
+from quantkit.formats.gguf.slots import Slot, is_taken, restacked, slots_of
 from quantkit.system.untrusted import reraise_as, shown
 
 ROPE = "rope_"  # how names of tensors begin that are computed

@@ -15,8 +15,8 @@ from quantkit.formats.gguf.imatrix import write_imatrix
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.records.recipe import CalibrationSpec, ConvertRecipe, ModelRef, parse
 from quantkit.system.device import AUTO, device_label, find_device
+from quantkit.system.files import temporary_folder
 from quantkit.system.progress import Progress
-from quantkit.system.temporary import temporary_folder
 from quantkit.system.untrusted import path_of
 
 

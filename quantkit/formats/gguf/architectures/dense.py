@@ -34,8 +34,7 @@ from quantkit.formats.gguf.architectures.record import (
     weights,
     windows,
 )
-from quantkit.formats.gguf.row_orders import GROUPS
-from quantkit.formats.gguf.shapes import CONTEXT, INNER, KEY_HEADS
+from quantkit.formats.gguf.shapes import CONTEXT, GROUPS, INNER, KEY_HEADS
 
 
 def _falcon_groups(config: Any) -> int:

@@ -41,8 +41,15 @@ from quantkit.formats.gguf.architectures.record import (
     weights,
     windows,
 )
-from quantkit.formats.gguf.row_orders import INDEX_KEY_PAIRS, INDEX_QUERY_PAIRS
-from quantkit.formats.gguf.shapes import EXPERTS, KEY_HEADS, KEY_LENGTH, QUERY_HEADS, VALUE_LENGTH
+from quantkit.formats.gguf.shapes import (
+    EXPERTS,
+    INDEX_KEY_PAIRS,
+    INDEX_QUERY_PAIRS,
+    KEY_HEADS,
+    KEY_LENGTH,
+    QUERY_HEADS,
+    VALUE_LENGTH,
+)
 
 LATENT_NORMS = "norms of latent values"
 _PARTS = weights("self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj", *NORMS)

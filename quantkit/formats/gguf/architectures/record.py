@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.formats.gguf.row_orders import KEY_HALVES, QUERY_HALVES, Order
-from quantkit.formats.gguf.shapes import Lengths
+from quantkit.formats.gguf.shapes import KEY_HALVES, QUERY_HALVES, Lengths, Order
 
 # A field of the transformers configuration, what is made of it, or what llama.cpp has fixed.
 Setting = str | Callable[[Any], Any] | float | None

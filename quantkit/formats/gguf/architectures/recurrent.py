@@ -51,14 +51,18 @@ from quantkit.formats.gguf.architectures.record import (
     unless,
     weights,
 )
-from quantkit.formats.gguf.row_orders import (
+from quantkit.formats.gguf.shapes import (
     CHANNELS_OF_GROUPS,
+    EXPERTS,
     GATES_OF_GROUPS,
+    INNER,
+    KEY_HEADS,
+    KEY_LENGTH,
     TILED_CHANNELS,
     TILED_HEADS,
     TILED_VALUES,
+    VALUE_LENGTH,
 )
-from quantkit.formats.gguf.shapes import EXPERTS, INNER, KEY_HEADS, KEY_LENGTH, VALUE_LENGTH
 
 ATTENDS, RECURS = {"full_attention", "attention"}, {"conv", "linear_attention", "mamba"}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.evaluation.scores import RECORD, divergence_of, score, summarize, text_rates, wilson
+from quantkit.evaluation.perplexity import RECORD, divergence_of, score, summarize, text_rates, wilson
 
 
 def logits(seed, spread=3.0):

@@ -1,5 +1,0 @@
-"""`python -m quantkit.cli`."""
-
-from quantkit.cli.app import main
-
-main()
