@@ -238,7 +238,7 @@ class Comparison:
         by_block = [f"{label} ({need.words})" for label, need in needs if need.walk]
         for ready in jobs:
             label, need = ready.job.recipe.label, self.need_of(ready.job)
-            if need.memory is None or need.memory <= free_memory(need.device):
+            if need.fits(free_memory(need.device)):
                 whole.append(f"{label} ({need.words})")
             else:
                 by_block.append(f"{label} (whole: {need.words})")

@@ -92,19 +92,17 @@ def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[Ready
             task.memory = None if ready.forecast is None else ready.forecast.memory
             return artifact is not None
         if artifact is None:
-            need = comparison.need_of(ready.job).memory
-            if need is not None and need / 1e9 <= (comparison.max_memory_gb or need):  # else it goes block by block
-                task.memory = need + own
+            need, limit = comparison.need_of(ready.job), comparison.max_memory_gb
+            if need.phases and (limit is None or need.memory / 1e9 <= limit):  # else it goes block by block
+                task.memory = need.memory + own
             return False
         model = Model(artifact, None)
     evaluation = comparison.prepare(model)
     if comparison.reusable_report(evaluation) is not None:
         task.report = str(comparison.report_path(model))
         return True
-    needs = [evaluation.plan.need.memory]
-    if evaluation.baseline_plan is not None:
-        needs.append(evaluation.baseline_plan.need.memory)
-    task.memory = max((need + own for need in needs if need is not None), default=None)
+    plans = filter(None, (evaluation.plan, evaluation.baseline_plan))
+    task.memory = max((plan.need.memory + own for plan in plans if plan.need.phases), default=None)
     return False
 
 

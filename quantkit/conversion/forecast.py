@@ -19,7 +19,7 @@ from quantkit.contracts.method import BATCH_TOKENS, CheckedJob, Job, PeakMemory,
 from quantkit.conversion.verify import PIECE
 from quantkit.errors import ResourceError
 from quantkit.system.device import CPU, memory_of
-from quantkit.system.memory import GROWTH, available_memory, free_memory
+from quantkit.system.memory import GROWTH, MemoryEstimate, available_memory, free_memory
 from quantkit.system.sizes import in_one_unit
 
 MB = 1_000_000
@@ -30,26 +30,13 @@ GPU_BATCH_TOKENS = 16 * BATCH_TOKENS  # a GPU computes small batches at a part o
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Bytes: `memory` is the peak resident size of the process, `phases` what each phase adds to `process`.
-
-    `offloaded` goes to a file instead of memory. `on_device` is the peak on a device that is not the CPU.
+class Forecast(MemoryEstimate):
+    """The peak resident size of the process. `on_device` is the peak on a device that is not the CPU; `offloaded` goes
+    to a file instead of memory.
     """
 
-    process: int
-    phases: dict[str, int]
-    offloaded: int
     on_device: int = 0
-
-    @property
-    def memory(self) -> int:
-        """Peak resident size."""
-        return self.process + max(self.phases.values(), default=0)
-
-    @property
-    def peak_phase(self) -> str:
-        """The phase that needs most."""
-        return max(self.phases, key=lambda name: self.phases[name])
+    offloaded: int = 0
 
 
 def shapes_of(job: Job) -> Shapes:
@@ -139,7 +126,7 @@ def forecast(job: CheckedJob, shapes: Shapes, peak: PeakMemory) -> Forecast:
     if job.method.bit_search is not None:
         phases |= job.method.bit_search.memory(job, shapes)
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if peak.streams else LOADED)
-    return Forecast(process, phases, streams - activations + suspended - waiting, on_device)
+    return Forecast(process, phases, on_device=on_device, offloaded=streams - activations + suspended - waiting)
 
 
 def _with_larger_batches(
@@ -190,10 +177,8 @@ def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
             if predicted.peak_phase in ("embedding the text", "a decoder block")
             else "Take a machine with more memory."
         )
-        needed, limited = in_one_unit(predicted.memory, limit_bytes)
+        needed, limited = predicted.beside(limit_bytes)
         raise ResourceError(
-            f"{job.recipe.label} of {job.source.name} would need {needed} of memory "
-            f"({predicted.process / 1e9:.2f} GB for the process, {predicted.phases[predicted.peak_phase] / 1e9:.2f} GB "
-            f"for {predicted.peak_phase}), and {where} is {limited}. {fix}"
+            f"{job.recipe.label} of {job.source.name} would need {needed}, and {where} is {limited}. {fix}"
         )
     return job, predicted

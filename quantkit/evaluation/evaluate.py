@@ -404,7 +404,8 @@ def forecast(
 def _part(what: str, plan: MemoryPlan, seconds: float) -> Part:
     need = plan.need
     return Part(
-        what=what, engine=need.engine, walk=need.walk, memory_bytes=need.memory, phases_bytes=dict(need.phases),
+        what=what, engine=need.engine, walk=need.walk, memory_bytes=need.memory if need.phases else None,
+        phases_bytes=dict(need.phases),
         seconds=seconds,
     )  # fmt: skip
 

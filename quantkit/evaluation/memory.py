@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.checkpoints.safetensors import ITEM_BYTES
@@ -24,39 +23,37 @@ from quantkit.models.config import beside_states, open_config
 from quantkit.models.source import Source
 from quantkit.records.recipe import MemoryLimits
 from quantkit.system.device import CPU, memory_of
-from quantkit.system.memory import GROWTH, free_memory
+from quantkit.system.memory import GROWTH, MemoryEstimate, free_memory
 from quantkit.system.sizes import in_one_unit
 from quantkit.system.untrusted import reraise_as
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 MB = 1_000_000
-PROCESS = 440 * MB  # libraries, once they have computed something
+PROCESS = 400 * MB  # libraries, once they have computed something
 OFFLOAD_BYTES = 20 * MB
-LOGIT_ROWS = 256  # positions that go through an output layer together
+LOGIT_ROWS, PIECE_ROWS = 256, 32  # positions that go through an output layer together, and that are scored
 SLAB_BYTES = 34 * MB  # of the source's output layer that are wide at a time
 RECORD_BYTES = 32  # stored of a scored position
 CODES = 17  # bytes a weight while a layer's codes are unpacked
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
-    """Memory that one model takes on `device`."""
+class MemoryNeed(MemoryEstimate):
+    """Memory that one model takes in an engine; without phases where that is unknown."""
 
-    engine: str
+    process: int = PROCESS
+    engine: str = ""
     walk: bool = False
-    phases: Mapping[str, int] = field(default_factory=dict)  # bytes by phase; empty if unknown for this engine
-    device: str = CPU
 
-    @property
-    def memory(self) -> int | None:
-        """Bytes at the peak."""
-        return PROCESS + max(self.phases.values()) if self.phases else None
+    def fits(self, available: int) -> bool:
+        """Whether it takes at most so many bytes, as far as that is known."""
+        return not self.phases or self.memory <= available
 
     @property
     def words(self) -> str:
         """For the screen."""
         how = f"{self.engine}, block by block" if self.walk else self.engine
-        return how if self.memory is None else f"{how}, {self.memory / 1e9:.2f} GB"
+        return f"{how}, {self.memory / 1e9:.2f} GB" if self.phases else how
 
 
 @dataclass(frozen=True)
@@ -85,15 +82,16 @@ class ModelDims:
         """Weights of the output layer."""
         return self.vocabulary * self.hidden
 
-    def activations(self, tokens: int, item: int) -> int:
+    def activations(self, windows: tuple[Window, ...], item: int) -> int:
         """Bytes of a batch inside a block: the residual, attention's tensors, and the widest layer."""
         values = 7 * self.hidden + self.flowing + 4 * max(self.inner, 3 * self.hidden)
-        return max(BATCH_TOKENS, tokens) * item * values
+        return min(max(BATCH_TOKENS, longest_in(windows)), tokens_in(windows)) * item * values
 
-    @property
-    def logits(self) -> int:
-        """Bytes of the logits that are in memory together."""
-        return 3 * LOGIT_ROWS * self.vocabulary * 4
+    def logits(self, windows: tuple[Window, ...], item: int, divergence: bool) -> int:
+        """Bytes of the logits that are in memory together; with the source's come products of both (measured)."""
+        rows = min(LOGIT_ROWS, positions_in(windows))
+        own = rows * item + 2 * min(PIECE_ROWS, rows) * 4
+        return self.vocabulary * (own + 3 * rows * 4 * divergence)
 
 
 def dims_of(config: dict[str, Any]) -> ModelDims:
@@ -139,13 +137,14 @@ def need_whole(
 ) -> MemoryNeed:
     """Return the need of a model that is loaded whole; `head` are bytes of the source's output layer."""
     if engine.holds is None:
-        return MemoryNeed(engine.name, device=device)
-    tokens = longest_in(windows)
-    # Engines outside torch return the logits of a whole window, which are copied.
-    logits = dims.logits if engine.in_torch else max(dims.logits, 2 * tokens * dims.vocabulary * 4)
-    activations = dims.activations(tokens, ITEM.get(dtype or stats.dtype, 4))
+        return MemoryNeed(engine=engine.name, device=device)
+    tokens, item = longest_in(windows), ITEM.get(dtype or stats.dtype, 4)
+    logits = dims.logits(windows, item, head > 0)
+    if not engine.in_torch:  # it returns the logits of a whole window, which are copied
+        logits = max(logits, 2 * tokens * dims.vocabulary * 4)
+    activations = dims.activations(windows, item)
     weights = engine.holds(stats, dtype) + activations + logits + head + GROWTH
-    return MemoryNeed(engine.name, phases={"its weights": weights}, device=device)
+    return MemoryNeed(phases={"its weights": weights}, device=device, engine=engine.name)
 
 
 def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...], head: int) -> MemoryNeed:
@@ -166,16 +165,16 @@ def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...
     plain = model.source is not None and model.source.quantization is None
     rows = min(dims.vocabulary, wave) * dims.tables
     own_head = dims.head * (item if stored > item or not plain else min(stored, item))
-    reading = dims.head * stored
+    reading = 0 if plain else dims.head * stored
     later = own_head + head if tokens_in(windows) > wave else 0  # next to the next windows' blocks
     unpacking = max(layers, default=0) * (stored if plain else CODES)
-    activations = dims.activations(longest_in(windows), item)
+    activations = dims.activations(windows, item)
     phases = {
-        "the embedding": states + later + rows * (stored + 2 * item) + (0 if plain else reading),
+        "the embedding": states + later + rows * (stored + 2 * item) + reading,
         "a decoder block": states + later + max(sizes) * item + unpacking + activations + GROWTH,
-        "the output layer": states + own_head + reading + head + dims.logits + GROWTH,
+        "the output layer": states + own_head + reading + head + dims.logits(windows, item, head > 0) + GROWTH,
     }
-    return MemoryNeed(REFERENCE, True, phases, engine.device)
+    return MemoryNeed(phases=phases, device=engine.device, engine=REFERENCE, walk=True)
 
 
 def need_of_copy(
@@ -223,7 +222,7 @@ def plan_memory(
     """
     found, stats = find_engine(engine.name), stats_of(model)
     need = need_whole(found, stats, dims_of(model.config), windows, engine.dtype, head, engine.device)
-    if limits.walk is False or (_fits(need, limits) and not limits.walk):
+    if limits.walk is False or (need.fits(_limit(need.device, limits)) and not limits.walk):
         return MemoryPlan(engine, need)
     if engine.named and not found.walks:
         if limits.walk:
@@ -238,11 +237,11 @@ def plan_memory(
         device=own_device(engine.asked_device),
     )  # fmt: skip
     walking = need_by_block(model, changed, windows, head)
-    if not _fits(walking, limits):
+    if not walking.fits(_limit(walking.device, limits)):
         raise _too_much(model, walking, limits, "Give shorter windows, or take a machine with more memory.")
     note = f"{what} was computed block by block by our own reader, as was asked for"
     if not limits.walk:
-        needed, free = in_one_unit(need.memory or 0, _limit(need.device, limits))
+        needed, free = in_one_unit(need.memory, _limit(need.device, limits))
         note = (
             f"{what} was computed block by block by our own reader: {engine.name} would need {needed} of "
             f"{memory_of(need.device)} for all of it, and {free} were free"
@@ -255,18 +254,11 @@ def _limit(device: str, limits: MemoryLimits) -> int:
     return free_memory(device) if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
 
 
-def _fits(need: MemoryNeed, limits: MemoryLimits) -> bool:
-    return need.memory is None or need.memory <= _limit(need.device, limits)
-
-
 def _too_much(model: Model, need: MemoryNeed, limits: MemoryLimits, fix: str) -> ResourceError:
-    needed, free = in_one_unit(need.memory or 0, _limit(need.device, limits))
-    phase = max(need.phases, key=lambda name: need.phases[name])
+    needed, free = need.beside(_limit(need.device, limits))
     how = "block by block " if need.walk else ""
     return ResourceError(
-        f"evaluating {shlex.quote(model.label)} {how}with {need.engine} would need {needed} of "
-        f"{memory_of(need.device)} ({PROCESS / 1e9:.2f} GB for the process, {need.phases[phase] / 1e9:.2f} GB for "
-        f"{phase}), and {free} are free. {fix}"
+        f"evaluating {shlex.quote(model.label)} {how}with {need.engine} would need {needed}, and {free} are free. {fix}"
     )
 
 

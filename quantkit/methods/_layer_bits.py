@@ -5,7 +5,6 @@ same bits, since engines join some of them to one layer: queries, keys and value
 block. Where bits are chosen, the harm of each width in each layer is estimated from a few calibration sequences
 (calibration/sensitivity.py), rounded to the nearest code of a grid that is searched as GPTQ's is. An integer programme
 shares out the bits (numerics/allocation.py).
-Such a choice leaves a recipe that gives it again without measuring.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import yaml
 from pydantic import BeforeValidator, Field
 
 from quantkit.calibration.sensitivity import kept_sensitivities, peak_bytes, work_bytes
@@ -27,58 +24,11 @@ from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import BitSearch, CheckedJob, Job, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError
+from quantkit.methods._targets import AUTO, as_table, given_target, write_recipe
 from quantkit.models.stand_in import layers_of_one_input
 from quantkit.numerics.allocation import fewest_bytes, least_damage
 from quantkit.numerics.grid import round_to_nearest
 from quantkit.records.recipe import Strict
-
-AUTO = "auto"
-
-
-def as_table(value: object) -> object:
-    """``down_proj=8,o_proj=4`` as a mapping of patterns; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.rpartition("=") for part in value.split(",") if part.strip()]
-    return {pattern.strip(): given.strip() for pattern, _, given in pairs}
-
-
-def given_target(job: Job, targets: Collection[str], decided: Collection[str], what: str) -> str | None:
-    """The one of the options `targets` that is given, or None. `decided` are options that say `what` by hand.
-
-    Raises RecipeError where options contradict each other, or bits `auto` have nothing to choose `what` by.
-    """
-    given = [name for name in targets if getattr(job.options, name) is not None]
-    by_hand = [name for name in decided if getattr(job.options, name)]
-    if len(given) > 1:
-        raise RecipeError(f"{' and '.join(given)} contradict each other. Give one of them.")
-    if job.bits == AUTO and not given and not getattr(job.options, next(iter(decided))):
-        *first, last = (f"--{name.replace('_', '-')}" for name in targets)
-        raise RecipeError(f"bits auto needs {', '.join(first)} or {last} to choose {what} by.")
-    if given and job.bits != AUTO:
-        raise RecipeError(f"{given[0]} chooses the {what} itself: it needs --bits auto, not {job.bits}.")
-    if given and by_hand:
-        raise RecipeError(f"{by_hand[0]} and {given[0]} cannot both decide the {what}. Give one of them.")
-    return given[0] if given else None
-
-
-def write_recipe(job: Job, run: Run, chosen: Mapping[str, object]) -> None:
-    """Put a recipe beside the files that gives what was `chosen` again, by option, without places of this machine."""
-    options = {key: value for key, value in job.recipe.options.items() if not key.startswith("target_")}
-    calibration = job.recipe.calibration
-    text = Path(calibration.text).name if calibration.text is not None else None
-    values = {
-        "model": job.source.name,
-        "method": job.method.name,
-        "bits": job.bits,
-        "options": {**options, **chosen},
-        "calibration": {**calibration.model_dump(), "text": text},
-        "seed": job.recipe.seed,
-    }
-    if job.recipe.format is not None:
-        values["format"] = job.recipe.format
-    (run.folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-
 
 WIDTHS = (2, 3, 4, 8)
 KIND = {

@@ -25,7 +25,8 @@ from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import FEEDBACK_RECORD, CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
-from quantkit.methods._layer_bits import AUTO, BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
+from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
+from quantkit.methods._targets import AUTO
 from quantkit.methods.gptq import Solver, in_shares, quantize_each, streams
 from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
 from quantkit.models.skeleton import load

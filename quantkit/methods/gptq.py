@@ -26,7 +26,8 @@ from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shape
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
-from quantkit.methods._layer_bits import AUTO, BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
+from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
+from quantkit.methods._targets import AUTO
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import ColumnGrids, Feedback, FeedbackSettings, RoundingErrors, round_columns
 from quantkit.numerics.grid import Grid, fit_grid

@@ -15,8 +15,9 @@ from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shape
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
-from quantkit.methods._layer_bits import AUTO, BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits, targeted
+from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits, targeted
 from quantkit.methods._layer_by_layer import write_layers
+from quantkit.methods._targets import AUTO
 from quantkit.models.skeleton import load
 from quantkit.numerics.grid import round_to_nearest
 from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight

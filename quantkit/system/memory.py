@@ -5,18 +5,47 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from quantkit.system.device import AUTO, CPU, device_memory
+from quantkit.system.device import AUTO, CPU, device_memory, memory_of
 from quantkit.system.ranks import joined_shards
+from quantkit.system.sizes import in_one_unit
 
 GROWTH = 48_000_000  # bytes
 CGROUP = Path("/sys/fs/cgroup")
 STATUS = Path("/proc/self/status")  # its sizes are in KiB, though it says kB
 _LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that some work takes of a device's memory at its peak: `process` always, `phases` one after the other."""
+
+    process: int
+    phases: Mapping[str, int] = field(default_factory=dict)
+    device: str = CPU
+
+    @property
+    def memory(self) -> int:
+        """Bytes at the peak."""
+        return self.process + max(self.phases.values(), default=0)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    def beside(self, available: int) -> tuple[str, str]:
+        """For an error: what it would need, with the parts of it, and the bytes that are `available`."""
+        needed, limited = in_one_unit(self.memory, available)
+        process, phase = (f"{part / 1e9:.2f} GB" for part in (self.process, self.phases[self.peak_phase]))
+        what = f"{needed} of {memory_of(self.device)} ({process} for the process, {phase} for {self.peak_phase})"
+        return what, limited
 
 
 def trim_heap() -> None:

@@ -1,11 +1,14 @@
 import json
-from dataclasses import replace
+import re
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
 
+import psutil
 import pytest
 from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, fails, succeeds
 
 from quantkit.comparison.compare import compare
-from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.evaluation import baseline, memory
@@ -14,14 +17,31 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, prepare
 from quantkit.formats.source import open_model, open_source
 from quantkit.records.recipe import EvaluationSpec, MemoryLimits
-from quantkit.system.memory import GROWTH
 
 pytestmark = pytest.mark.usefixtures("new_cache")
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
-# Sizes of `tiny`: rows of the embedding, width, weights of a block, and those of its largest layer.
-ROWS, WIDTH, BLOCK, LAYER = 304, 128, 2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128 + 2 * 128, 256 * 128
-FLOWING = 8 * WIDTH + 4 * 3 * WIDTH  # values of a token inside a block
-SOURCE_HEAD = 5_000_000
+# The logits of many tokens are most of what is in memory; or the weights of the blocks are.
+TALL = {"hidden_size": 256, "num_hidden_layers": 1, "vocab_size": 131072}
+DEEP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 8}
+
+
+@contextmanager
+def peaks_of_children():
+    """The peak resident bytes of each process below this one, by its number, as Linux counts them."""
+    peaks, ended = {}, Event()
+
+    def look():
+        while not ended.wait(0.01):
+            for child in psutil.Process().children(recursive=True):
+                with suppress(OSError, TypeError):  # it has ended
+                    status = Path(f"/proc/{child.pid}/status").read_text()
+                    peaks[child.pid] = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+
+    looking = Thread(target=look)
+    looking.start()
+    yield peaks
+    ended.set()
+    looking.join()
 
 
 @pytest.fixture(scope="module")
@@ -111,29 +131,21 @@ def test_a_stored_baseline_takes_no_memory(gguf, tiny):
 
 
 @pytest.mark.parametrize(
-    ("made", "waves", "source_head"),
-    [(False, 1, SOURCE_HEAD), (False, 3, 0), (False, 3, SOURCE_HEAD), (True, 3, SOURCE_HEAD)],
+    ("sizes", "walk", "divergence"), [(TALL, False, True), (TALL, True, False), (DEEP, False, False)]
 )
-def test_a_walk_takes_the_sum_of_what_it_holds_at_once(made, waves, source_head, gguf, tiny, windows, monkeypatch):
-    """From the second wave on both output layers, its own and the source's, lie beside the next windows' blocks."""
-    tokens = 6 * 32 // waves
-    monkeypatch.setattr("quantkit.calibration.passes.WAVE_TOKENS", tokens)
-    model = Model(gguf, None) if made else open_model(str(tiny))
-    dtype, computed = ("bfloat16", 2) if made else ("float32", 4)
-    engine = replace(choose(model, "reference"), dtype=dtype)
-    # A source's weights are read in their 2 bytes, an artifact's are unpacked: outside the blocks to 4 bytes.
-    stored, unpacked, own_head = 4 if made else 2, 17 if made else 2, ROWS * WIDTH * 2
-    for offload_bytes, kept in ((1 << 30, tokens * WIDTH * computed), (0, 0)):
-        heads = own_head + source_head if waves > 1 else 0
-        embedding = tokens * WIDTH * (stored + 2 * computed) + (ROWS * WIDTH * stored if made else 0)
-        block = BLOCK * computed + LAYER * unpacked + 2048 * FLOWING * computed
-        logits = 3 * 256 * ROWS * 4
-        engine = replace(engine, offload_bytes=offload_bytes)
-        assert memory.need_by_block(model, engine, windows.windows, source_head).phases == {
-            "the embedding": kept + heads + embedding,
-            "a decoder block": kept + heads + block + GROWTH,
-            "the output layer": kept + own_head + ROWS * WIDTH * stored + source_head + logits + GROWTH,
-        }
+def test_the_peak_is_as_forecast(sizes, walk, divergence, tiny_with):
+    folder, memory = tiny_with(**sizes), MemoryLimits(walk=walk)
+    asked = {**QUICK, "n_ctx": 512, "limit": 2, "divergence": divergence}
+    model, source = open_model(str(folder)), open_source(str(folder))
+    spec, text = EvaluationSpec(**asked), load_text(str(SAMPLE), "evaluation")
+    evaluation = prepare(model, spec, text, choose(model), source if divergence else None, memory)
+    plans = [evaluation.plan, *([evaluation.baseline_plan] if divergence else [])]
+    need = max(plan.need.memory for plan in plans)
+    with peaks_of_children() as peaks:
+        evaluate(str(folder), **asked, memory=memory)
+    print(f"\nforecast {need / 1e6:.0f} MB, measured {max(peaks.values()) / 1e6:.0f} MB")
+    assert all(plan.need.walk is walk for plan in plans)
+    assert 0.75 <= need / max(peaks.values()) <= 1.25
 
 
 def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep, new_cache, tmp_path):

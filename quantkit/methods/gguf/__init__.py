@@ -33,7 +33,7 @@ from quantkit.formats.gguf.hyperparameters import ignored_window, rounds_yarn
 from quantkit.formats.gguf.imatrix import importance_from, unweighted
 from quantkit.formats.gguf.plan import Plan, guesses_further
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
-from quantkit.methods._layer_bits import as_table, given_target, write_recipe
+from quantkit.methods._targets import as_table, given_target, write_recipe
 from quantkit.methods.gguf.mixed_precision import Target, choose, refuse_target, work_bytes
 from quantkit.models.config import keep_tokenizer
 from quantkit.records.recipe import Strict
