@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, TaskID, TextColumn
-from rich.progress import Progress as Bars
 from typer import Option
 
 from quantkit.errors import LONGEST, one_line
@@ -86,6 +83,10 @@ def progress_with_table(transpose: bool | None = None) -> Iterator[tuple[Progres
 
 @contextmanager
 def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[Step], None], Callable[[Table], None]]]:
+    from rich.live import Live  # 20 ms that `--help` need not wait
+    from rich.progress import BarColumn, TaskID, TextColumn
+    from rich.progress import Progress as Bars
+
     bars = Bars(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),

@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-import psutil
-
 from quantkit.errors import QuantkitError, cut
 
 LONGEST_NAME = 150  # bytes; most file systems take 255
@@ -103,6 +101,8 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 
 def _remove_dead(place: Path) -> None:
     """Remove this user's folders in `place` whose processes are gone."""
+    import psutil
+
     with suppress(OSError):
         for path in place.iterdir():
             found = NAME.fullmatch(path.name)
