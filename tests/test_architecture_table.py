@@ -1,4 +1,4 @@
-"""The table of architectures in docs/methods.md, which this file prints, is what the code says and the tests prove."""
+"""This file prints the table of docs/methods/gguf-architectures.md; the page agrees with the code and the tests."""
 
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from quantkit.models.skeleton import open_skeleton
 
 pytest.importorskip("bitsandbytes", reason="a column of the table asks bitsandbytes")
 
-PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+PAGE = Path(__file__).parents[1] / "docs" / "methods" / "gguf-architectures.md"
 ALL = (*ARCHITECTURES.values(), *map(tiny_of, MORE))
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 LONGER_WINDOWS = ("gemma3_text",)  # exact, but for sliding windows as short as those of all published models
@@ -66,9 +66,9 @@ def test_the_page_has_the_table_of_the_code_and_a_reason_for_each_of_the_others(
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
     assert f"{len(PROVEN)} of the {len(causal)} model types" in page
     halves, wholes, remain = others()
-    assert f"Of the other {len(causal - PROVEN)} model types {len(halves)} are encoders" in page
-    assert f"{len(wholes)} are wholes whose text half is in the table, and {len(remain)} remain" in page
-    section = PAGE.read_text(encoding="utf-8").partition("\n### Not proven\n")[2].partition("\n\nEncoders")[0]
+    assert f"Of the other {len(causal - PROVEN)} model types, {len(halves)} are encoders" in page
+    assert f"{len(wholes)} are multimodal models whose text model is in the table, and {len(remain)} remain" in page
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Not tested\n")[2].partition("\n\nEncoders")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     named = [name for row in rows for name in row[1].split(", ")]
     assert len(named) == len(set(named))
