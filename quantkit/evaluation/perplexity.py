@@ -2,8 +2,8 @@
 
 Each scored position gives a record. With the source's logits it holds the Kullback-Leibler divergence of the model's
 next-token distribution from the source's, in nats, and whether both have the same most likely token. The figures are
-those of llama.cpp's `llama-perplexity --kl-divergence`; their formulas are in docs/measuring.md. The positions of
-finished batches are stored; an interrupted evaluation resumes there.
+those of llama.cpp's `llama-perplexity --kl-divergence`; their formulas are in docs/evaluating/divergence.md. The
+positions of finished batches are stored; an interrupted evaluation resumes there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The probes, in the order in which they run. Formulas, and how to add one: docs/probes.md.
+"""The probes, in the order in which they run. Formulas: docs/evaluating/speed-and-memory.md.
+
+How to add one: docs/contributing/add-a-figure.md.
 
 Generation is greedy at batch 1. Times of a generation are the seconds from the prompt to each token, one or more.
 """

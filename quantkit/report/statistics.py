@@ -1,7 +1,7 @@
 """Means with standard errors, percentiles, and the best of several copies.
 
 Quality is compared window by window, on the same tokens, so the difficulty of a window cancels out. Formulas:
-docs/measuring.md.
+docs/evaluating/comparing.md.
 """
 
 from __future__ import annotations
