@@ -435,6 +435,8 @@ def join_tables(tables: Iterable[tuple[str | None, Table]]) -> Table:
                     f"two different files are called {report.model.label} on {machine}. "
                     "Leave one of their tables out, or give the machines labels."
                 )
+            else:  # the same copy: one report is enough, if both were made alike
+                Table((twin, report), (machine, machine))
     for found in parts.values():
         found.sort(key=lambda report: report.model.method is not None)
     placed = [(report, machine) for (_, machine), found in parts.items() for report in found]

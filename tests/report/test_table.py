@@ -277,6 +277,9 @@ def test_two_files_of_one_name_on_one_machine_are_refused():
     other = GPTQ.model_copy(update={"model": GPTQ.model.model_copy(update={"digest": "other"})})
     with pytest.raises(ReportError, match="two different files are called gptq-4 on Test CPU"):
         join_tables([(None, HERE), (None, Table((SOURCE, other)))])
+    longer = GPTQ.model_copy(update={"windows": GPTQ.windows.model_copy(update={"windows": 3})})
+    with pytest.raises(ReportError, match=r"cannot be in one table: their .* differs"):
+        join_tables([(None, HERE), (None, Table((longer,)))])
     notes = join_tables([(None, HERE), ("b", Table((SOURCE, other)))]).notes()
     assert "tiny, gptq-4: the files on b are others than those on Test CPU." in notes
 
