@@ -22,7 +22,7 @@ from typer import Option
 
 from quantkit.cli import compare, convert, evaluate, inspect, push, serving
 from quantkit.cli.options import Command, say, with_options
-from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
+from quantkit.errors import DISTRIBUTION, LONGEST, QuantkitError, ResourceError, one_line, shortage_of
 from quantkit.system.ranks import refuse_ranks, tells, told
 from quantkit.system.threads import in_background
 
@@ -132,7 +132,7 @@ def begin(
     if context.invoked_subcommand not in (None, "convert"):
         refuse_ranks("only the command convert is for several")
     if version:
-        say(f"quantkit {metadata.version('quantkit')}")
+        say(f"quantkit {metadata.version(DISTRIBUTION)}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         for line in BEGIN.splitlines():
