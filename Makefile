@@ -19,7 +19,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell (echo "$(LLAMA_FLAGS)"; cat llama.cmake) | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test test-all types tests slow-tests bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop gpu-kit dist api format clean
+.PHONY: setup demo test test-all types tests slow-tests bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop gpu-kit dist docs docs-generate format clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(STAMP)
 
@@ -157,14 +157,17 @@ dist: $(STAMP)
 	cd $(DIST) && venv/bin/quantkit verify converted && venv/bin/quantkit eval-ppl converted --engine reference --limit 4
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz
 
-# docs/api.md from the docstrings, and the table of docs/engines.md from the formats.
-api: $(STAMP)
-	$(BIN)/python docs/make_api.py
-	$(BIN)/python docs/make_engines.py
+# The documentation as a static site: open build/site/index.html. A link that does not resolve is an error.
+docs: docs-generate
+	$(BIN)/sphinx-build -q -W --keep-going -j auto -b html -c docs -d build/doctrees . build/site
+
+# The pages that are made from the code: the Python API, the commands and the table of engines.
+docs-generate: $(STAMP)
+	$(BIN)/python docs/generate.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache demo-output
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache demo-output

@@ -23,8 +23,10 @@ html_title = f"quantkit {release}"
 extensions = ["myst_parser"]
 # The source folder is the repository, so that links between the README and the pages work as on GitHub.
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "bench/README.md", "bench/results/*.md"]
+exclude_patterns = [".*", "build", "dist", "demo-output", "quantkit"]
 root_doc = "docs/index"
 nitpicky = True
+smartquotes = False  # -- and quotes in prose are often those of a command
 myst_heading_anchors = 4  # GitHub's anchors
 myst_links_external_new_tab = False
 
