@@ -89,7 +89,7 @@ bench-kill: $(STAMP)
 bench-mutants: $(STAMP)
 	$(BIN)/python -m bench.mutants $(ARGS)
 
-# 3,000 damaged inputs of every kind, and what became of each; ARGS="--seed 2 --kinds recipe". See docs/reliability.md.
+# 3,000 damaged inputs of every kind, and what became of each; ARGS="--seed 2 --kinds recipe". See docs/contributing/testing.md.
 bench-fuzz: $(STAMP)
 	$(BIN)/python -m bench.fuzz $(ARGS)
 

@@ -17,12 +17,13 @@ with (ROOT / "pyproject.toml").open("rb") as file:
 
 project = "quantkit"
 release = PROJECT["version"]
-copyright = "the quantkit authors"  # noqa: A001  # Sphinx's name
+copyright = "the quantkit authors"
 html_title = f"quantkit {release}"
 
 extensions = ["myst_parser"]
 # The source folder is the repository, so that links between the README and the pages work as on GitHub.
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "bench/README.md", "bench/results/*.md"]
+include_patterns = [*(f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "bench/README"))]
+include_patterns += ["docs/**.md", "bench/results/*.md"]
 exclude_patterns = [".*", "build", "dist", "demo-output", "quantkit"]
 root_doc = "docs/index"
 nitpicky = True
@@ -37,11 +38,8 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 pygments_style, pygments_dark_style = "friendly", "monokai"
 
-METHODS = [
-    *("gptq", "awq", "rtn", "nf4", "int8", "fp8", "ctranslate2", "gguf", "gguf-types", "gguf-architectures"),
-    *("float", "keep", "calibration", "bits-by-layer"),
-]
-# The pages below a page, by caption. A name with a * stands for all pages that match.
+REST = "*"  # the pages of the folder that are not listed, by name
+# The pages below a page, by caption.
 NAVIGATION: dict[str, dict[str, list[str]]] = {
     "docs/index": {
         "Start": ["Home <self>", "Install and first steps </README>"],
@@ -55,16 +53,21 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             "decisions/README",
         ],
     },
-    "docs/methods/index": {"": METHODS},
-    "docs/evaluating/index": {
-        "": ["protocols", "divergence", "speed-and-memory", "comparing", "pitfalls"],
+    "docs/methods/index": {
+        "": [
+            *("gptq", "awq", "rtn", "nf4", "int8", "fp8", "ctranslate2", "gguf", "gguf-types", "gguf-architectures"),
+            *("float", "keep", "calibration", "bits-by-layer", REST),
+        ],
     },
-    "docs/decisions/README": {"": ["0*"]},
-    "bench/results/README": {"": ["[!R]*"]},
+    "docs/evaluating/index": {
+        "": ["protocols", "divergence", "speed-and-memory", "comparing", "pitfalls", REST],
+    },
+    "docs/decisions/README": {"": [REST]},
+    "bench/results/README": {"": [REST]},
 }
-SHOWN = "docs/decisions/README"  # the page that lists the pages below it; the others have tables or links of their own
+SHOWN = "docs/decisions/README"  # the page that lists the pages below it; the others have links of their own
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
-REDIRECT = '<!doctype html><meta charset="utf-8"><title>quantkit</title><meta http-equiv="refresh" content="0; url={0}">'
+REDIRECT = '<!doctype html><title>quantkit</title><meta http-equiv="refresh" content="0; url={0}">'
 
 
 def adapt(_app: Any, page: str, source: list[str]) -> None:
@@ -81,9 +84,11 @@ def adapt(_app: Any, page: str, source: list[str]) -> None:
 
     text = LINK.sub(without_folder, source[0])
     for caption, pages in NAVIGATION.get(page, {}).items():
-        options = [":glob:" if any("*" in name for name in pages) else "", "" if page == SHOWN else ":hidden:"]
-        options.append(f":caption: {caption}" if caption else "")
-        text += "\n\n" + "\n".join(["```{toctree}", *filter(None, options), "", *pages, "```"]) + "\n"
+        listed = [Path(page).name, *pages]
+        rest = sorted(path.stem for path in folder.glob("*.md") if path.stem not in listed) if REST in pages else []
+        options = ["" if page == SHOWN else ":hidden:", f":caption: {caption}" if caption else ""]
+        names = [*(name for name in pages if name != REST), *rest]
+        text += "\n\n" + "\n".join(["```{toctree}", *filter(None, options), "", *names, "```"]) + "\n"
     source[0] = text
 
 

@@ -151,6 +151,5 @@ def missing_package(package: str, extra: str, error: ImportError) -> QuantkitErr
     if short := shortage_of(error):
         return ResourceError(short)
     return DependencyError(
-        f"the package {package} is needed here and cannot be imported ({error}). "
-        f"Install it with: {pip_line(extra)}"
+        f"the package {package} is needed here and cannot be imported ({error}). Install it with: {pip_line(extra)}"
     )
