@@ -50,7 +50,7 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
         "Contribute": [
             *("/CONTRIBUTING", "contributing/architecture", "contributing/add-a-method", "contributing/add-a-format"),
             *("contributing/add-an-engine", "contributing/add-a-figure", "contributing/testing", "/bench/README"),
-            "decisions/README",
+            "decisions/index",
         ],
     },
     "docs/methods/index": {
@@ -62,10 +62,9 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
     "docs/evaluating/index": {
         "": ["protocols", "divergence", "speed-and-memory", "comparing", "pitfalls", REST],
     },
-    "docs/decisions/README": {"": [REST]},
+    "docs/decisions/index": {"": [REST]},
     "bench/results/README": {"": [REST]},
 }
-SHOWN = "docs/decisions/README"  # the page that lists the pages below it; the others have links of their own
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 REDIRECT = '<!doctype html><title>quantkit</title><meta http-equiv="refresh" content="0; url={0}">'
 
@@ -86,9 +85,9 @@ def adapt(_app: Any, page: str, source: list[str]) -> None:
     for caption, pages in NAVIGATION.get(page, {}).items():
         listed = [Path(page).name, *pages]
         rest = sorted(path.stem for path in folder.glob("*.md") if path.stem not in listed) if REST in pages else []
-        options = ["" if page == SHOWN else ":hidden:", f":caption: {caption}" if caption else ""]
+        options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
         names = [*(name for name in pages if name != REST), *rest]
-        text += "\n\n" + "\n".join(["```{toctree}", *filter(None, options), "", *names, "```"]) + "\n"
+        text += "\n\n" + "\n".join(["```{toctree}", *options, "", *names, "```"]) + "\n"
     source[0] = text
 
 

@@ -151,6 +151,11 @@ def test_links_resolve_and_no_machine_is_named():
         assert not re.findall(r"(?i)\b(?:pypi|files\.pythonhosted|download\.pytorch)\S*", text), page
 
 
+def test_the_index_lists_every_decision():
+    linked = re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", (DOCS / "decisions" / "index.md").read_text(encoding="utf-8"))
+    assert linked == sorted(path.name for path in (DOCS / "decisions").glob("0*.md"))
+
+
 def test_paths_of_the_package_exist():
     """Those that begin with its name, and those that begin with a room's; not what an example makes."""
     made = [name for example in EXAMPLES for name in example.files]
