@@ -1,6 +1,7 @@
 # make demo       set up what is missing, convert the built-in model with every method, print the table
 # make test       set up what is missing, run ruff, mypy and the quick tests (what CI runs)
 # make test-all   the same, the slow tests, the fuzzer and the mutations
+# make docs       build the documentation as a static site in build/site
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -161,9 +162,10 @@ dist: $(STAMP)
 docs: docs-generate
 	$(BIN)/sphinx-build -q -W --keep-going -j auto -b html -c docs -d build/doctrees . build/site
 
-# The pages that are made from the code: the Python API, the commands and the table of engines.
+# What is made from the code: the Python API, the commands, the tables of engines and of the methods' options.
 docs-generate: $(STAMP)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/make_options.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import typer
-import yaml
 from test_rooms import ROOMS
 
 from quantkit.cli.app import make_app
@@ -121,12 +120,12 @@ def name_in(cell):
 
 
 def options_on(page):
-    """The rows of the options on a page, by the option's name: its default and its description."""
+    """The rows of the options on a page, by the option's name: its default, as text, and its description."""
     text = (DOCS / "methods" / f"{page}.md").read_text(encoding="utf-8")
     found = {}
     for row in (row for table in tables(text, "option") for row in table):
         default, meaning = row["default"].strip("`"), row["meaning"].replace("\\|", "|")
-        found[name_in(row["option"]).replace("-", "_")] = yaml.safe_load(default), meaning
+        found[name_in(row["option"]).replace("-", "_")] = default, meaning
     return found
 
 
@@ -203,6 +202,8 @@ def test_pip_lines_name_the_distribution():
 
 def parse_command(words):
     """Parse `quantkit ...` as the command line would, without running it: its options, and those of its method."""
+    if words[0].startswith("-"):
+        return None, {}, {}
     commands = typer.main.get_command(make_app(words))
     group = commands.make_context("quantkit", list(words), resilient_parsing=True)
     name, command, rest = commands.resolve_command(group, words)
@@ -259,12 +260,20 @@ def test_inline_commands_of_the_readme_parse():
 ])  # fmt: skip
 def test_every_registered_name_has_a_row(page, head, registered):
     table, *_ = tables((DOCS / f"{page}.md").read_text(encoding="utf-8"), head)
-    assert sorted(name_in(row[head]) for row in table) == sorted(registered)
+    names = [name_in(row[head]) for row in table if row[head]]  # a row without a name continues the one above
+    assert sorted(names) == sorted(registered)
+
+
+def shown(default):
+    if default is None:
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def test_rows_of_methods_and_option_rows_equal_the_code():
     table, *_ = tables((DOCS / "methods" / "index.md").read_text(encoding="utf-8"), "method")
-    bits = {name_in(row["method"]): row["bits"] for row in table}
+    title = next(title for title in table[0] if title.startswith("bits"))
+    bits = {name_in(row["method"]): row[title] for row in table}
     shared = {}
     for page in SHARED_OPTIONS:
         shared |= options_on(page)
@@ -272,7 +281,8 @@ def test_rows_of_methods_and_option_rows_equal_the_code():
         assert f"**{method.default_bits}**" in bits[name]
         assert tuple(re.sub(r"[*`]", "", bits[name]).split(", ")) == method.bits
         fields = method.Options.model_fields
-        real = {option: (field.get_default(), field.description) for option, field in fields.items()}
+        defaults = {option: field.get_default(call_default_factory=True) for option, field in fields.items()}
+        real = {option: (shown(defaults[option]), field.description) for option, field in fields.items()}
         written = options_on(name)
         elsewhere = {option: row for option, row in shared.items() if option in real and option not in written}
         assert written | elsewhere == real, name
@@ -335,6 +345,11 @@ def test_worked_examples_take_nothing_but_their_files(tmp_path):
 @pytest.mark.parametrize("page", GENERATED)
 def test_a_generated_page_is_up_to_date(page):
     assert (DOCS / f"{page}.md").read_text(encoding="utf-8") == GENERATED[page](), "run: make docs-generate"
+
+
+def test_generated_tables_of_options_are_up_to_date():
+    for path, text in runpy.run_path(str(DOCS / "make_options.py"))["pages"]().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}; run: make docs-generate"
 
 
 @pytest.mark.slow
