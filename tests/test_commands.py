@@ -35,7 +35,12 @@ NOT_RUN = {
 }
 BLOCKS = 2
 # Artifacts that a page may take for granted, and how they are made if no earlier page has made them.
-KNOWN = {"demo-gptq": ("gptq", "4"), "demo-awq": ("awq", "4"), "demo-gguf": ("gguf", "Q4_K_M")}
+KNOWN = {
+    "demo-gptq": ("gptq", "4"),
+    "demo-awq": ("awq", "4"),
+    "demo-gguf": ("gguf", "Q4_K_M"),
+    "demo-float16": ("float", "float16"),
+}
 SMALLER = {"90MB": "1MB"}  # what the pages ask for is the demo model's
 HEALTH = "http://127.0.0.1:8000/v1/models"
 
@@ -71,7 +76,8 @@ def prepare(folder, words):
             save_adapter(folder / adapter, low_rank(model, paths, seed=seed))
     if words[0] in ("convert", "import") and "--out" in words:
         shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
-    for name in KNOWN.keys() & set(words[1:2]):
+    needed = {"demo-float16"} if "recipes/sweep.yaml" in words else set(words[1:2])
+    for name in KNOWN.keys() & needed:
         if not (folder / name).exists():
             convert(str(cache_folder() / DEMO), *KNOWN[name], folder / name)
 
