@@ -123,7 +123,7 @@ def options_on(page):
     """The rows of the options on a page, by the option's name: its default, as text, and its description."""
     text = (DOCS / "methods" / f"{page}.md").read_text(encoding="utf-8")
     found = {}
-    for row in (row for table in tables(text, "option") for row in table):
+    for row in (row for table in tables(text, "option") for row in table if "default" in row):
         default, meaning = row["default"].strip("`"), row["meaning"].replace("\\|", "|")
         found[name_in(row["option"]).replace("-", "_")] = default, meaning
     return found
