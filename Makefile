@@ -1,6 +1,7 @@
 # make demo       set up what is missing, convert the built-in model with every method, print the table
 # make test       set up what is missing, run ruff, mypy and the quick tests (what CI runs)
 # make test-all   the same, the slow tests, the fuzzer and the mutations
+# make docs       build the documentation as a static site in build/site
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -19,7 +20,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell (echo "$(LLAMA_FLAGS)"; cat llama.cmake) | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test test-all types tests slow-tests bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop gpu-kit dist api format clean
+.PHONY: setup demo test test-all types tests slow-tests bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop gpu-kit dist docs docs-generate format clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(STAMP)
 
@@ -89,7 +90,7 @@ bench-kill: $(STAMP)
 bench-mutants: $(STAMP)
 	$(BIN)/python -m bench.mutants $(ARGS)
 
-# 3,000 damaged inputs of every kind, and what became of each; ARGS="--seed 2 --kinds recipe". See docs/reliability.md.
+# 3,000 damaged inputs of every kind, and what became of each; ARGS="--seed 2 --kinds recipe". See docs/contributing/testing.md.
 bench-fuzz: $(STAMP)
 	$(BIN)/python -m bench.fuzz $(ARGS)
 
@@ -157,14 +158,18 @@ dist: $(STAMP)
 	cd $(DIST) && venv/bin/quantkit verify converted && venv/bin/quantkit eval-ppl converted --engine reference --limit 4
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz
 
-# docs/api.md from the docstrings, and the table of docs/engines.md from the formats.
-api: $(STAMP)
-	$(BIN)/python docs/make_api.py
-	$(BIN)/python docs/make_engines.py
+# The documentation as a static site: open build/site/index.html. A link that does not resolve is an error.
+docs: docs-generate
+	$(BIN)/sphinx-build -q -W --keep-going -j auto -b html -c docs -d build/doctrees . build/site
+
+# What is made from the code: the Python API, the commands, the tables of engines and of the methods' options.
+docs-generate: $(STAMP)
+	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/make_options.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache demo-output
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache demo-output

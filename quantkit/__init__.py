@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from quantkit.errors import DISTRIBUTION
+
 if TYPE_CHECKING:
     from quantkit.comparison.compare import compare as compare
     from quantkit.conversion.convert import convert as convert
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from quantkit.records.report import Report as Report
     from quantkit.report.table import Table as Table
 
-__version__ = version("quantkit")
+__version__ = version(DISTRIBUTION)
 _HOMES = {
     "Artifact": "records.artifact",
     "EngineSpec": "records.recipe",

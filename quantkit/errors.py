@@ -5,6 +5,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 
+DISTRIBUTION = "quantkit-lm"  # what pip installs; quantkit alone is another project's name there
 LONGEST = 1500  # characters of a message; of a longer one the middle is left out
 LONGEST_REASON = 300  # characters of what somebody else's error says
 # What libraries say where memory ran out, in errors that are no MemoryError: torch, C++, the kernel, threads.
@@ -140,11 +141,15 @@ def shortage_of(error: BaseException) -> str | None:
     return None
 
 
+def pip_line(extra: str = "") -> str:
+    """Return the shell command that installs quantkit, with one of its extras."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
+
+
 def missing_package(package: str, extra: str, error: ImportError) -> QuantkitError:
     """Say which extra brings an optional package, or that there was too little memory to load it."""
     if short := shortage_of(error):
         return ResourceError(short)
     return DependencyError(
-        f"the package {package} is needed here and cannot be imported ({error}). "
-        f"Install it with: pip install 'quantkit[{extra}]'"
+        f"the package {package} is needed here and cannot be imported ({error}). Install it with: {pip_line(extra)}"
     )

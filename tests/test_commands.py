@@ -1,6 +1,6 @@
-"""Every `quantkit` command of the README and the pages is run as it stands there.
+"""Every `quantkit` command of the README and the pages is run as written.
 
-`demo` is a small model there: with the real one they would take hours.
+`demo` is a small model here: with the real one the commands would take hours.
 """
 
 import os
@@ -34,6 +34,13 @@ NOT_RUN = {
     "vllm": "needs an environment of its own; `make bench-vllm` runs it",
 }
 BLOCKS = 2
+# Artifacts that a page may take for granted, and how they are made if no earlier page has made them.
+KNOWN = {
+    "demo-gptq": ("gptq", "4"),
+    "demo-awq": ("awq", "4"),
+    "demo-gguf": ("gguf", "Q4_K_M"),
+    "demo-float16": ("float", "float16"),
+}
 SMALLER = {"90MB": "1MB"}  # what the pages ask for is the demo model's
 HEALTH = "http://127.0.0.1:8000/v1/models"
 
@@ -44,7 +51,7 @@ def asked():
         for words in commands(page.read_text(encoding="utf-8")):
             if words[0] == "quantkit" and tuple(words) not in seen:
                 seen.add(tuple(words))
-                yield page.name, words[1:]
+                yield page.relative_to(ROOT).as_posix(), words[1:]
 
 
 def prepare(folder, words):
@@ -69,6 +76,10 @@ def prepare(folder, words):
             save_adapter(folder / adapter, low_rank(model, paths, seed=seed))
     if words[0] in ("convert", "import") and "--out" in words:
         shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
+    needed = {"demo-float16"} if "recipes/sweep.yaml" in words else set(words[1:2])
+    for name in KNOWN.keys() & needed:
+        if not (folder / name).exists():
+            convert(str(cache_folder() / DEMO), *KNOWN[name], folder / name)
 
 
 def serve(folder, words, log):
@@ -105,7 +116,9 @@ def test_commands_of_the_pages_run(tmp_path, monkeypatch):
                 continue
             prepare(tmp_path, words)
             words = [SMALLER.get(word, word) for word in words]
-            if words[0] == "serve":
+            if words[0] == "serve" and "--print" not in words:
+                while servers:  # one that an earlier page has started, on the same port
+                    end(servers.pop())
                 servers.append(serve(tmp_path, words, tmp_path / "server.log"))
                 continue
             before, began = set(tmp_path.iterdir()), time.monotonic()

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 from typer import Option
 
+from quantkit import __version__
 from quantkit.cli import compare, convert, evaluate, inspect, push, serving
 from quantkit.cli.options import Command, say, with_options
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
@@ -132,7 +132,7 @@ def begin(
     if context.invoked_subcommand not in (None, "convert"):
         refuse_ranks("only the command convert is for several")
     if version:
-        say(f"quantkit {metadata.version('quantkit')}")
+        say(f"quantkit {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         for line in BEGIN.splitlines():

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quantkit.errors import DependencyError, ResourceError, missing_package, reason_of
+from quantkit.errors import DISTRIBUTION, DependencyError, ResourceError, missing_package, reason_of
 from quantkit.system.sizes import in_one_unit
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Local:
 
 def _run_on_node(command: list[str], log: str, folder: str, threads: int, wanted: str) -> int:
     """Run a command with the node's own interpreter, in the driver's `folder` where the node has it."""
-    if (found := version("quantkit")) != wanted:
+    if (found := version(DISTRIBUTION)) != wanted:
         raise RuntimeError(f"this node has quantkit {found}, the sweep was begun with {wanted}")
     with Path(log).open("ab") as file:
         return subprocess.run(
@@ -123,7 +123,7 @@ class OnRay:
     def submit(self, task: Task, command: list[str]) -> None:
         cores = max(self._fitting(task)) if task.alone else self._threads
         remote = self._command.options(num_cpus=cores, memory=task.memory)
-        key = remote.remote(command, str(task.log), str(Path.cwd()), self._threads, version("quantkit"))
+        key = remote.remote(command, str(task.log), str(Path.cwd()), self._threads, version(DISTRIBUTION))
         self._running[key] = task
 
     def finished(self) -> tuple[str, int]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec, WeightStats
 from quantkit.contracts.model import Model
-from quantkit.errors import EngineError, UnsupportedError, missing_package
+from quantkit.errors import EngineError, UnsupportedError, missing_package, pip_line
 from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary
 from quantkit.system.processor import cpuinfo
 from quantkit.system.untrusted import reraise_as
@@ -159,7 +159,7 @@ def _holds(stats: WeightStats, dtype: str | None) -> int:
 ENGINE = Engine(
     name="ctranslate2",
     module="ctranslate2",
-    install="Install it with: pip install 'quantkit[ctranslate2]'",
+    install=f"Install it with: {pip_line('ctranslate2')}",
     opens="CTranslate2 opens only artifacts of the method ctranslate2",
     load=_load,
     holds=_holds,

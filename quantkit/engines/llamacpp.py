@@ -11,7 +11,7 @@ import numpy as np
 
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec
 from quantkit.contracts.model import Model
-from quantkit.errors import EngineError, RecipeError, missing_package
+from quantkit.errors import EngineError, RecipeError, missing_package, pip_line
 from quantkit.system.device import AUTO, CPU
 from quantkit.system.untrusted import reraise_as
 
@@ -160,7 +160,7 @@ def _load(model: Model, spec: LoadSpec) -> LlamaModel:
 ENGINE = Engine(
     name="llamacpp",
     module="llama_cpp",
-    install="Install it with: pip install 'quantkit[llamacpp]'",
+    install=f"Install it with: {pip_line('llamacpp')}",
     opens="it loads GGUF files only",
     load=_load,
     holds=lambda stats, _dtype: stats.weight_bytes,

@@ -24,7 +24,7 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored
 from quantkit.engines._torch_model import Int4Linear, ScaledLinear, TorchModel, kernel_group
-from quantkit.errors import ArtifactError, EngineError
+from quantkit.errors import ArtifactError, EngineError, pip_line
 from quantkit.models.output_head import OutputHead, StoredOutput
 from quantkit.models.skeleton import (
     Skeleton,
@@ -310,7 +310,7 @@ def _holds(stats: WeightStats, dtype: str | None) -> int:
 ENGINE = Engine(
     name="reference",
     module="torch",
-    install="Install it with: pip install quantkit",
+    install=f"Install it with: {pip_line()}",
     opens="it opens every format",
     load=_load,
     find_device=find_device,

@@ -10,7 +10,7 @@ from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, Weight
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.engines._torch_model import TorchModel
-from quantkit.errors import EngineError, missing_package
+from quantkit.errors import EngineError, missing_package, pip_line
 from quantkit.models.config import padding_fix
 from quantkit.models.skeleton import leftovers, load_whole, open_skeleton
 from quantkit.models.text_half import is_multimodal
@@ -75,7 +75,7 @@ def _holds(stats: WeightStats, dtype: str | None) -> int:
 ENGINE = Engine(
     name="transformers",
     module="transformers",
-    install="Install it with: pip install quantkit",
+    install=f"Install it with: {pip_line()}",
     opens="it loads source models, bitsandbytes and compressed-tensors artifacts here (GPTQ and AWQ need gptqmodel)",
     load=_load,
     find_device=find_device,

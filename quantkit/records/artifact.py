@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quantkit.errors import ArtifactError, RecipeError
+from quantkit.errors import DISTRIBUTION, ArtifactError, RecipeError
 from quantkit.records.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithSeldom, parse
 from quantkit.system.files import sha256_of
 from quantkit.system.untrusted import LARGEST_NAME, inside, path_of, read_object, shown
@@ -255,5 +255,5 @@ def _installed(_places: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     versions: list[tuple[str, str]] = []
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            versions.append((package, version(package)))
+            versions.append((package, version(DISTRIBUTION if package == "quantkit" else package)))
     return tuple(versions)

@@ -13,7 +13,7 @@ from quantkit.contracts.check_manifest import refuse_untrue
 from quantkit.contracts.format import Format
 from quantkit.contracts.model import NOT_ITS_FILES, Model
 from quantkit.contracts.registry import engines, find_format, formats
-from quantkit.errors import RecipeError, UnsupportedError, near_miss, one_line
+from quantkit.errors import RecipeError, UnsupportedError, near_miss, one_line, pip_line
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of
@@ -53,7 +53,7 @@ SERVERS = {
             {python} -m llama_cpp.server --model {file} --model_alias {name} --host {host} --port {port} --n_ctx {n_ctx}
             --n_threads {threads} --n_threads_batch {threads} --interrupt_requests False --logits_all False""",
             modules=("llama_cpp", "uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings"),
-            install="pip install 'quantkit[serve]'"),
+            install=pip_line("serve")),
         # GiB of keys and values: by default vLLM wants nearly all memory of a machine without a GPU.
         Server("vllm", "vLLM's server", "vllm", """
             {python} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name {name}

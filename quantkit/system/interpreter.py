@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from quantkit.errors import DependencyError
+from quantkit.errors import DISTRIBUTION, DependencyError
 from quantkit.system import modules
 
 LOOK_LIMIT = 120.0  # seconds
@@ -36,10 +36,10 @@ def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str],
 
 def lent_code(folder: Path) -> str:
     """Make `folder` provide this quantkit, and nothing else, to another interpreter; return its PYTHONPATH."""
-    number = version("quantkit")
-    facts = folder / f"quantkit-{number}.dist-info" / "METADATA"
+    number = version(DISTRIBUTION)
+    facts = folder / f"{DISTRIBUTION.replace('-', '_')}-{number}.dist-info" / "METADATA"
     facts.parent.mkdir(parents=True)
-    facts.write_text(f"Metadata-Version: 2.1\nName: quantkit\nVersion: {number}\n", encoding="utf-8")
+    facts.write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {number}\n", encoding="utf-8")
     (folder / "quantkit").symlink_to(PACKAGE, target_is_directory=True)
     return str(folder)
 

@@ -24,7 +24,7 @@ from quantkit.system.progress import Progress
 
 pytestmark = pytest.mark.slow
 VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]
-NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'quantkit[ray]'")
+NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'quantkit-lm[ray]'")
 ROOM = {"num_cpus": 1, "object_store_memory": 100 << 20}
 GB = 10**9
 

@@ -181,10 +181,10 @@ def without_packages(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("convert", "{tiny}", "--method", "nf4"), ("the package bitsandbytes", "'quantkit[bitsandbytes]'")),
-        (("eval-ppl", "{gguf}", *EVALUATION_FLAGS), ("llamacpp", "'quantkit[llamacpp]'", "--engine reference")),
+        (("convert", "{tiny}", "--method", "nf4"), ("the package bitsandbytes", "'quantkit-lm[bitsandbytes]'")),
+        (("eval-ppl", "{gguf}", *EVALUATION_FLAGS), ("llamacpp", "'quantkit-lm[llamacpp]'", "--engine reference")),
         pytest.param(
-            *(("compare", "{tiny}", "--methods", "rtn,gguf", *EVALUATION_FLAGS), ("'quantkit[llamacpp]'",)),
+            *(("compare", "{tiny}", "--methods", "rtn,gguf", *EVALUATION_FLAGS), ("'quantkit-lm[llamacpp]'",)),
             marks=pytest.mark.slow,  # it asks for every engine first
         ),
     ],

@@ -42,7 +42,9 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf, bare, tmp_
 
 def test_what_an_interpreter_lacks_is_told_before_any_work(gguf, bare):
     python = python_in(bare)
-    with pytest.raises(DependencyError, match=rf"engine llamacpp is not installed for {python}.*quantkit\[llamacpp\]"):
+    with pytest.raises(
+        DependencyError, match=rf"engine llamacpp is not installed for {python}.*quantkit-lm\[llamacpp\]"
+    ):
         evaluate(gguf, ["perplexity"], engine=EngineSpec(python=python))
     packages = packages_of(bare)
     put_empty(packages, "llama_cpp", *(name for name in NEEDED if name not in ("yaml", "psutil")))

@@ -136,5 +136,5 @@ def test_what_cannot_run_is_refused_before_a_model_is_loaded(tiny, tmp_path, mon
         "quantkit.evaluation.tasks.inspect_interpreter",
         lambda _python, modules: ([m for m in modules if m == "lm_eval"], "1"),
     )
-    with pytest.raises(DependencyError, match=r"quantkit\[tasks\]"):
+    with pytest.raises(DependencyError, match=r"quantkit-lm\[tasks\]"):
         evaluate_tasks(str(tiny), ["wikitext"])

@@ -192,7 +192,7 @@ def test_the_proof_finds_values_that_quantizing_lost_and_needs_the_engine(llama,
         convert(llama, "int8", tmp_path / "out")
     assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
+    with pytest.raises(DependencyError, match=r"quantkit-lm\[ctranslate2\]"):
         prepared(llama, "ctranslate2", "int8", tmp_path).check()
 
 

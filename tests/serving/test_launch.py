@@ -141,7 +141,7 @@ def test_an_address_that_is_taken_or_not_ours_is_refused(gguf):
 
 def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare):
     launch = plan_server(str(gguf.folder), python=python_in(bare), port=free_port())
-    says = r"lacks llama_cpp, .*pip install 'quantkit\[serve\]'"
+    says = r"lacks llama_cpp, .*pip install 'quantkit-lm\[serve\]'"
     with pytest.raises(DependencyError, match=says), serving(launch):
         pass
     with pytest.raises(DependencyError, match="cannot be run"), serving(plan_server(str(gguf.folder), python="/none")):
