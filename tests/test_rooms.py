@@ -1,4 +1,4 @@
-"""Who may import whom, by docs/architecture.md; imports for types may point up at what is a Protocol."""
+"""Who may import whom, by docs/contributing/architecture.md; imports for types may point up at what is a Protocol."""
 
 import ast
 from collections import Counter
