@@ -67,7 +67,7 @@ class Int4Linear(nn.Module):
         self.group = kernel_group(weight)
         repeats = k // weight.scales.shape[1] // self.group
         padding = -self.rows % KERNEL_STEP
-        self.order = weight.beside()
+        self.order = weight.group_order()
         codes = weight.codes if self.order is None else weight.codes[:, self.order]
         codes = nn.functional.pad(codes, (0, 0, 0, padding))
         self.codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).contiguous()

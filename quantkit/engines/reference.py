@@ -1,4 +1,4 @@
-"""Our own reader of a model's bytes, computed in torch by transformers' module code, whole or block by block.
+"""The reference engine: read any format and compute in torch with transformers' modules, whole or block by block.
 
 GPTQ, RTN and AWQ layers of up to 4 bits run on torch's int4 kernel. Layers of 8-bit values with inputs of 8 bits round
 the inputs as vLLM's kernels do. All others are dense in bfloat16 (or `dtype`).
@@ -275,7 +275,7 @@ def _narrow(stored: Value | Rows, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _load(model: Model, spec: LoadSpec) -> LoadedModel:
-    with reraise_as(f"our own reader cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
+    with reraise_as(f"the reference engine cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
         torch.set_num_threads(spec.threads)
         skeleton = open_skeleton(model.config)
         values: _Values

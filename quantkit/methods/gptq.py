@@ -151,7 +151,7 @@ class Solver:
         if not self.settings.refit:
             return layer[0]
         if self._parted is None:
-            self._parted = PartedHessian(self.moments.hessian, layer[0].beside())
+            self._parted = PartedHessian(self.moments.hessian, layer[0].group_order())
         refit = Refit(weight, self._parted)
         del weight
 

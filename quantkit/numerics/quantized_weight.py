@@ -43,14 +43,14 @@ class GroupedWeight:
         """One value of each row and group (N, G) for each of the group's columns, (N, K) float32."""
         return values.float().index_select(1, self.g_idx)
 
-    def beside(self) -> torch.Tensor | None:
+    def group_order(self) -> torch.Tensor | None:
         """The order (K,) int64 in which each group's columns lie side by side, or None where they do already."""
         order = self.g_idx.argsort(stable=True)
         return None if self.g_idx[order].equal(self.g_idx) else order
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """The sums (N, G) of values (N, K) over each group's columns."""
-        order = self.beside()
+        order = self.group_order()
         values = values if order is None else values.index_select(1, order)
         return values.reshape(*self.scales.shape, -1).sum(-1)
 

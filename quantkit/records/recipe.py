@@ -205,7 +205,7 @@ class MemoryLimits(Strict):
 
     walk: bool | None = Field(
         None,
-        description="evaluate block by block, with one decoder block's weights in memory, by our own reader; default: "
+        description="evaluate block by block, with one decoder block's weights in memory, by the reference engine; default: "
         "where the whole model does not fit",
     )
     offload_gb: Gigabytes | None = Field(

@@ -40,7 +40,7 @@ class MemoryEstimate:
         """The phase that needs most."""
         return max(self.phases, key=lambda name: self.phases[name])
 
-    def beside(self, available: int) -> tuple[str, str]:
+    def compared_with(self, available: int) -> tuple[str, str]:
         """For an error: what it would need, with the parts of it, and the bytes that are `available`."""
         needed, limited = in_one_unit(self.memory, available)
         process, phase = (f"{part / 1e9:.2f} GB" for part in (self.process, self.phases[self.peak_phase]))

@@ -111,7 +111,7 @@ def joined_shards() -> Shards:
     return _Joined.shards
 
 
-def told() -> Shards:
+def shards_of_environment() -> Shards:
     """The place that torchrun's environment gives, joined or not; raises RecipeError for one that cannot be."""
     if any(not os.environ.get(name) for name in NEEDED):
         return ALONE
@@ -130,7 +130,7 @@ def told() -> Shards:
 
 def refuse_ranks(reason: str) -> None:
     """Raise RecipeError with the `reason` where torchrun has started several processes."""
-    if (count := told().size) > 1:
+    if (count := shards_of_environment().size) > 1:
         raise RecipeError(f"{count} processes cannot share this: {reason}. Start one, without torchrun.")
 
 
@@ -149,7 +149,7 @@ def joined(device: str = "cpu") -> Iterator[Shards]:
 
     `device` is where tensors lie that are summed. Raises RankError where the others do not come.
     """
-    there = told()
+    there = shards_of_environment()
     if there.size == 1:
         yield there
         return
@@ -175,20 +175,20 @@ def joined(device: str = "cpu") -> Iterator[Shards]:
     _Joined.shards, _Joined.store = ALONE, None
 
 
-def tells(error: BaseException) -> bool:
+def prints_error(error: BaseException) -> bool:
     """Whether this process prints an error that ends it.
 
     The leader does, but for the loss of a rank that has printed why itself. Another does where the leader has none.
     """
     here, store = _Joined.shards, _Joined.store
     if store is None:
-        return os.environ.get("RANK", "0") == "0" or told().size == 1
+        return os.environ.get("RANK", "0") == "0" or shards_of_environment().size == 1
     lost = isinstance(error, RankError)
     try:
         if here.rank == 0:
             if lost:
                 return not store.check([OTHER])
-            store.set(LEADER, "told")
+            store.set(LEADER, "printed")
             return True
         if lost:
             return False
@@ -199,7 +199,7 @@ def tells(error: BaseException) -> bool:
         if here.rank and isinstance(gone, DistNetworkError):  # the leader has ended, and the store with it
             return False
         with suppress(RuntimeError):
-            store.set(OTHER, "told")
+            store.set(OTHER, "printed")
         return True
     return False
 

@@ -134,7 +134,7 @@ def test_output_that_exists_is_kept_unless_it_is_an_artifact_and_forced(tiny):
     Path("out").mkdir()
     Path("out/diary.txt").write_text("dear diary")
     refused(*words, says=("the output out exists", "--force"))
-    refused(*words, "--force", says=("replaces only artifacts of quantkit, and out is none",))
+    refused(*words, "--force", says=("replaces only artifacts of quantkit, and out is not one",))
     assert Path("out/diary.txt").read_text() == "dear diary"
     shutil.rmtree("out")
     convert(str(tiny), "rtn", 8, "out")
@@ -154,11 +154,11 @@ def test_disk_that_fills_up_meanwhile(method, tiny, tmp_path):
     child = started(command, tmp_path / "log", partial(setrlimit, RLIMIT_FSIZE, (100_000, 100_000)))
     stderr = " ".join(child.wait(1).split())
     assert "Traceback" not in stderr
-    assert "was full while out.partial was written" in stderr
-    assert "Make room" in stderr
+    assert "is full: out.partial could not be written" in stderr
+    assert "Free space" in stderr
     assert not Path("out").exists()
     assert Path("out.partial").exists() == (method != "gguf")  # finished tensors are kept, and it is told
-    assert ("kept in out.partial" in stderr) == (method != "gguf")
+    assert ("Run the same command to continue" in stderr) == (method != "gguf")
 
 
 def test_corrupted_artifact(artifact_of):

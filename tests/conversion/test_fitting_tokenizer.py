@@ -66,7 +66,10 @@ def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refus
     edit_json(unused / "tokenizer_config.json", put("extra_special_tokens", value=["<listed>", "</s>"]))
     notes = convert(str(unused), "rtn", out=tmp_path / "listed").manifest.notes
     assert [note for note in notes if "no row for: '<more304>', '<listed>'" in note]
-    assert "eos_token_id is [2, 304], and the embedding has 304 rows: the model cannot take or give this token" in notes
+    assert (
+        "eos_token_id is [2, 304], but the embedding has 304 rows: the model can neither read nor generate this token"
+        in notes
+    )
     used = with_added_token(tiny, tmp_path / "used", every_text=True)
     refused(used, "rtn", SourceError, "the tokenizer gives every text the token ids")
 
@@ -86,10 +89,10 @@ def test_ends_of_a_text_that_a_format_does_not_name_are_noted(method, bits, tiny
     folder = changed_copy(tiny, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     notes = convert(str(folder), method, bits, tmp_path / "out").manifest.notes
-    assert any("the model also ends a text with" in note and "(5)" in note for note in notes) == (method != "rtn")
+    assert any("the model also ends texts with" in note and "(5)" in note for note in notes) == (method != "rtn")
     edit_json(folder / "generation_config.json", put("eos_token_id", value=2))
     notes = convert(str(folder), method, bits, tmp_path / "one").manifest.notes
-    assert not any("also ends a text" in note for note in notes)
+    assert not any("also ends texts" in note for note in notes)
 
 
 def test_the_advice_adds_the_rows(tiny, tmp_path):

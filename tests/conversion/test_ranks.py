@@ -178,7 +178,7 @@ def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny, tmp_path):
     assert len(read_journal(partial)[0]) == 2
     (code, told), (other, silent) = ended(begun(arguments, tmp_path / "logs"))
     assert (code, other, silent) == (0, 0, "")
-    assert told.startswith("going on after 2 finished decoder blocks")
+    assert told.startswith("resuming from")
     assert ended(begun(command(tiny, tmp_path / "again"), tmp_path / "logs")) == [(0, ""), (0, "")]
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
     assert {path.name for path in tmp_path.iterdir()} == {"out", "again", "logs"}
@@ -225,15 +225,15 @@ def test_an_error_is_told_once_by_the_rank_that_has_it(tiny, tmp_path):
 
 
 def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch):
-    assert group.told() == group.Shards()
+    assert group.shards_of_environment() == group.Shards()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert group.told() == group.Shards(1, 2, 1, 2)
+    assert group.shards_of_environment() == group.Shards(1, 2, 1, 2)
     monkeypatch.setenv("RANK", "0")
     fails("eval-ppl", "demo", says="2 processes cannot share this: only the command convert")
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(RecipeError, match="RANK=2, WORLD_SIZE=2"):
-        group.told()
+        group.shards_of_environment()
 
 
 @pytest.mark.slow

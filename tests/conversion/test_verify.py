@@ -349,4 +349,4 @@ def test_values_that_eight_bits_lose_are_noted(bits, noted, tiny, tmp_path):
         tiny, tmp_path / "model", lambda tensors: tensors.update({name: tensors[name].float() * 2e-5})
     )
     notes = convert(str(folder), "gguf", bits, tmp_path / "out").manifest.notes
-    assert any(f"{name} has lost values that {bits} cannot hold" in note for note in notes) == noted
+    assert any(f"{name} has values that {bits} cannot represent" in note for note in notes) == noted

@@ -26,7 +26,7 @@ from quantkit.system.progress import Progress
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
 FLOAT32 = EngineSpec(dtype="float32")
-UNUSABLE = "told something unusable of demo"
+UNUSABLE = "sent an invalid event about demo"
 DAMAGE = {
     "no percentile": lambda values: next(m for m in values["measurements"] if m["name"] == "kld")["details"].pop("p99"),
     "not a number": lambda values: values["measurements"][0].update(value=float("nan")),

@@ -36,10 +36,10 @@ MARKDOWN = """\
 - gptq-4: calibrated on 64 sequences.
 - **Bold**: better than every other quantized copy beyond the error of the difference (95 %).
 
-<details><summary>Notes in full</summary>
+<details><summary>All notes</summary>
 
-- Perplexity ± standard error: protocol llama.cpp, 4 windows of 512 tokens, the second half of each counted (1020 \
-targets).
+- Perplexity ± standard error: protocol llama.cpp, 4 windows of 512 tokens, the second half of each scored (1020 \
+tokens).
 - Text: some.txt, sha256 0123456789ab.
 - Hardware: Test CPU, 2 cores, 8 GB.
 - ms/token: batch 1, greedy, median of the repeats after a warm-up.
@@ -275,10 +275,10 @@ def test_notes_of_several_models_name_theirs_and_stand_there_once():
 
 def test_two_files_of_one_name_on_one_machine_are_refused():
     other = GPTQ.model_copy(update={"model": GPTQ.model.model_copy(update={"digest": "other"})})
-    with pytest.raises(ReportError, match="two different files are called gptq-4 on Test CPU"):
+    with pytest.raises(ReportError, match="Test CPU has two different files with the label gptq-4"):
         join_tables([(None, HERE), (None, Table((SOURCE, other)))])
     notes = join_tables([(None, HERE), ("b", Table((SOURCE, other)))]).notes()
-    assert "tiny, gptq-4: the files on b are others than those on Test CPU." in notes
+    assert "tiny, gptq-4: the files on b differ from those on Test CPU." in notes
 
 
 def test_a_figure_that_machines_do_not_agree_on_is_told():
@@ -344,7 +344,7 @@ def test_what_is_no_table_is_told(tmp_path):
         assert len(ended.err.splitlines()) == 1
     (tmp_path / "sheet.json").write_text(join_tables([(None, HERE), ("the card", THERE)]).to_json())
     for place, told in (
-        (tmp_path, "holds no table.json"),
-        (f"other={tmp_path / 'sheet.json'}", "holds tables of several machines"),
+        (tmp_path, "has no table.json"),
+        (f"other={tmp_path / 'sheet.json'}", "has tables of several machines"),
     ):
         assert told in fails("table", place).err.lower()

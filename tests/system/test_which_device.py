@@ -101,7 +101,7 @@ def test_what_does_not_fit_into_a_gpu_is_computed_block_by_block_or_refused(tiny
     free(need - 1)
     walked = settled()
     assert (walked.engine.walk, walked.engine.device) == (True, "card")
-    assert "of memory on card for all of it" in walked.notes[-1]
+    assert "of memory on card, and" in walked.notes[-1]
     free(1_000_000)
     with pytest.raises(ResourceError, match="of memory on card"):
         settled()
