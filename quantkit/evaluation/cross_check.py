@@ -55,7 +55,7 @@ class CrossCheck:
                 "(try --dtype float32 if the engine supports it)"
             )
         return [
-            f"{engine} against the reference engine: log-likelihoods differ by {-self.shift:+.5f} ± {self.shift_stderr:.5f} "
+            f"{engine} against reference: log-likelihoods differ by {-self.shift:+.5f} ± {self.shift_stderr:.5f} "
             f"on average; estimated divergence {self.apart:.2g} nats per token{floor}",
             f"{engine} and the reference engine {word}",
         ]

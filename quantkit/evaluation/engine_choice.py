@@ -127,7 +127,7 @@ def require(engine: Engine, python: str = sys.executable) -> str:
     if engine.module in missing:
         place = "" if own else f" for {python}"
         raise DependencyError(
-            f"the engine {engine.name} is not installed{place}. {engine.install}, or evaluate with the reference engine: "
+            f"the engine {engine.name} is not installed{place}. {engine.install}, or use the reference engine: "
             f"--engine {REFERENCE}"
         )
     if missing:

@@ -205,7 +205,7 @@ class MemoryLimits(Strict):
 
     walk: bool | None = Field(
         None,
-        description="evaluate block by block, with one decoder block's weights in memory, by the reference engine; default: "
+        description="evaluate block by block with the reference engine, one block in memory at a time; default: "
         "where the whole model does not fit",
     )
     offload_gb: Gigabytes | None = Field(

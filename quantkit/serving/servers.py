@@ -163,7 +163,7 @@ def refusal(loader: str, stored: Format, quantization: Mapping[str, Any]) -> str
 
 
 def loaders() -> tuple[str, ...]:
-    """Return the names in `what_loads`: the engines, the reference engine first, and exllama, which is only a server here."""
+    """Return the names in `what_loads`: the engines, reference first, and exllama, which is only a server here."""
     return (*sorted(engines(), key=lambda name: name != "reference"), "exllama")
 
 

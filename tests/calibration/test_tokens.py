@@ -96,5 +96,5 @@ def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(ti
 def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(tokenizer, tiny, tmp_path):
     for words in (("convert", tiny, "--method", "gptq", "--calibration-text"), ("eval-ppl", tiny, "--text")):
         assert fails(*words, "chat", says="has no chat template").out == ""
-    with pytest.raises(TextError, match=r"the protocol papers changes the lines.*llama.cpp"):
+    with pytest.raises(TextError, match=r"the protocol papers would change .*llama.cpp"):
         cut(bundled_text("chat", "evaluation"), tokenizer, "papers", 64)

@@ -110,7 +110,7 @@ def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(tiny, a
     spec, text = EvaluationSpec(**EVALUATION), load_text(EVALUATION["text"], "evaluation")
     for adapters, given in (((), "none"), ((copy,), "style"), ((adapter, adapter), "style, style")):
         model, source = open_with_source(ModelRef(model=folder, adapters=adapters), tiny)
-        with pytest.raises(ArtifactError, match=rf"other adapters than those that are given \({given}; the manifest"):
+        with pytest.raises(ArtifactError, match=rf"other adapters than the given ones \({given}; the manifest"):
             prepare(model, spec, text, choose(model, EngineSpec()), source)
     model, source = open_with_source(ModelRef(model=folder, adapters=[adapter]), tiny)
     assert prepare(model, spec, text, choose(model, EngineSpec()), source).source is source

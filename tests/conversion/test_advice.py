@@ -21,7 +21,7 @@ ADVICE = [
     ((*GGUF, "Q2_K_S"), "Add --imatrix,", (*GGUF, "Q2_K_S", "--imatrix")),
     ((*GGUF, "Q8_0", "--imatrix"), "Leave it out, or choose Q2_K", (*GGUF, "Q2_K", "--imatrix")),
     ((*GGUF, "Q8_0", "--imatrix"), "Leave it out", (*GGUF, "Q8_0")),
-    ((*GGUF, "Q4_K_M", "--token-embedding-type", "IQ2_XXS"), "give it another type", (*GGUF, "Q4_K_M")),
+    ((*GGUF, "Q4_K_M", "--token-embedding-type", "IQ2_XXS"), "set another type", (*GGUF, "Q4_K_M")),
     (("--method", "rtn", "--format", "gguf", "--no-sym"), "(--sym)", ("--method", "rtn", "--format", "gguf", "--sym")),
     (("--method", "gptq", *SILENT, 1 << 20), "or fewer sequences", ("--method", "gptq", *SILENT, 8)),
     (

@@ -221,7 +221,7 @@ def test_what_is_not_ours_is_left_alone(tiny, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "thesis.txt").write_text("years of work")
     shutil.copytree(tmp_path / "elsewhere", tmp_path / "out.partial")
-    with pytest.raises(OutputError, match="no work folder of quantkit"):
+    with pytest.raises(OutputError, match="not a work folder of quantkit"):
         convert(str(tiny), "rtn", out=tmp_path / "out")
     assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
     shutil.rmtree(tmp_path / "out.partial")

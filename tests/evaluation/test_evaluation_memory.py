@@ -110,7 +110,7 @@ def test_an_engine_that_was_named_is_not_replaced_and_probes_that_generate_are_r
     limit = between(deep, windows)
     with pytest.raises(ResourceError, match=r"with transformers would need .* Leave --engine out, or .* --no-walk"):
         planned(deep, windows, engine="transformers", max_memory_gb=limit)
-    with pytest.raises(RecipeError, match=r"transformers does not compute block by block\. Take --engine reference"):
+    with pytest.raises(RecipeError, match=r"transformers cannot compute block by block\. Give --engine reference"):
         planned(deep, windows, engine="transformers", walk=True)
     ours = planned(deep, windows, engine="reference", max_memory_gb=limit)
     assert (ours.engine.name, ours.engine.walk, ours.engine.dtype) == ("reference", True, "bfloat16")

@@ -192,8 +192,8 @@ def test_engines_that_cannot_take_an_artifact_are_told(artifacts, architecture):
     [
         ("fp8", "8", {"granularity": "block"}, "112 input columns, no multiple of 128, .* Take granularity channel"),
         ("rtn", "mxfp4", {}, "has 112 input columns, no multiple of 32"),
-        ("rtn", "nvfp4", {"group_size": 32}, "nvfp4 has groups of 16 columns, not of 32: leave group_size out"),
-        ("rtn", "nvfp4", {"sym": False}, "sym = False is not for nvfp4"),
+        ("rtn", "nvfp4", {"group_size": 32}, "nvfp4 has groups of 16 columns, not 32: leave group_size out"),
+        ("rtn", "nvfp4", {"sym": False}, "sym = False does not apply to nvfp4"),
     ],
 )
 def test_what_does_not_fit_is_refused(method, bits, options, says, tiny_with, tmp_path):

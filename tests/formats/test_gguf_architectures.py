@@ -294,7 +294,7 @@ DELTA_TOLD = "epsilon 1e-05 for the norms of latent values and the lengths of qu
 @pytest.mark.parametrize(
     ("name", "changes", "note", "told"),
     [
-        ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}}, "rounds the range of frequencies", True),
+        ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}}, "rounds YaRN's range", True),
         ("glm4_moe_lite", {"rms_norm_eps": 1e-5}, "1e-05 for the norms of latent values, the source 1e-06", True),
         ("kimi_linear", {**KIMI, "rms_norm_eps": 1e-5}, DELTA_TOLD, True),
         ("kimi_linear", KIMI, "epsilon", False),

@@ -47,7 +47,7 @@ def test_sliding_window_is_told(tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "copy", model_type="mistral", sliding_window=64)
     trial = job_for(folder, "Q4_K_M", tmp_path / "out")
     trial.check()
-    assert trial.notes == ["llama.cpp ignores the sliding window: beyond 64 tokens it differs from the source"]
+    assert trial.notes == ["llama.cpp ignores the sliding window: beyond 64 tokens its output differs from the source"]
 
 
 MORE = "model.layers.0.mlp.adapter.weight"
@@ -111,9 +111,9 @@ def test_importance_of_zero_keeps_weights_and_what_is_unusable_missing_or_needle
     importance[UP][7] = -1.0
     with pytest.raises(SourceError, match=rf"{UP} cannot be stored as Q4_K: importance .*finite and not negative"):
         written(trial, importance)
-    with pytest.raises(RecipeError, match="imatrix changes nothing"):
+    with pytest.raises(RecipeError, match="imatrix has no effect"):
         job_for(tiny, "Q8_0", tmp_path, imatrix=True).check()
-    with pytest.raises(RecipeError, match="vocab_only writes no tensor, so imatrix changes nothing"):
+    with pytest.raises(RecipeError, match="vocab_only writes no tensors, so imatrix has no effect"):
         job_for(tiny, None, tmp_path, vocab_only=True, imatrix=True).check()
 
 

@@ -85,7 +85,7 @@ def test_iq_types_without_importance_are_refused_before_the_work(tmp_path, tiny)
         job_for(tiny, "Q4_K_M", tmp_path / "one", tensor_type=types).check()
     for options in ({"imatrix": True}, {"rounding": "gptq"}):
         assert job_for(tiny, "Q4_K_M", tmp_path / "given", tensor_type=types, **options).check()
-        with pytest.raises(RecipeError, match=r"output\.weight has none\. No importance is measured for it"):
+        with pytest.raises(RecipeError, match=r"output\.weight has none\. quantkit measures none for it"):
             job_for(tiny, "Q4_K_M", tmp_path / "head", output_tensor_type="IQ2_S", **options).check()
 
 

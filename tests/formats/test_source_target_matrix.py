@@ -43,7 +43,7 @@ TARGETS = {
 COLUMNS = [f"{words} {kind}" for words, kinds in TARGETS.items() for kind in kinds.split(" ")]
 # Why a pair is refused; "+": it converts.
 REASONS = {
-    "n": "keep writes the codes of",
+    "n": "keep rewrites codes of",
     "k": "has no grouped codes",
     "v": "has layers of several kinds",
     "f": "converter reads checkpoint folders of floats",

@@ -190,7 +190,7 @@ def test_the_proof_finds_values_that_quantizing_lost_and_needs_the_engine(llama,
     monkeypatch.setitem(METHOD.write.__globals__["FROM_SOURCE"], "int8", 1e-4)
     with pytest.raises(UnsupportedError, match="answers differently from the source, for int8"):
         convert(llama, "int8", tmp_path / "out")
-    assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
+    assert any(note.startswith("checked against transformers on 96 tokens") for note in int8.notes)
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
         prepared(llama, "ctranslate2", "int8", tmp_path).check()

@@ -48,7 +48,7 @@ def test_errors_of_ours_and_interruptions_pass():
 
 def test_too_little_memory_and_a_real_panic_without_what_it_prints_are_told(capfd):
     with (
-        pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"),
+        pytest.raises(ResourceError, match=r"x: this process ran out of memory: 1\.00 EiB more were"),
         reraise_as("x", SourceError),
     ):
         np.empty(1 << 60, np.uint8)
