@@ -109,7 +109,7 @@ def kept_sensitivities(
 
 
 def read_scores(path: Path) -> Scores:
-    """Cached scores; none where there is no file or it does not hold a finite number for each kind of each tensor."""
+    """Return cached scores; none unless the file has a finite number for each kind of each tensor."""
     try:
         return TypeAdapter(dict[str, dict[str, FiniteFloat]]).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError):

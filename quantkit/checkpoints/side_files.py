@@ -72,7 +72,7 @@ def refuse_side_files(origin: Path) -> None:
         if not inside(origin, path):
             raise SourceError(f"{path} is a link out of its folder. Put the file itself there, or remove the link.")
         if path.exists() and not path.is_file():
-            raise SourceError(f"{path} is no file. Fetch the checkpoint again.")
+            raise SourceError(f"{path} is not a file. Fetch the checkpoint again.")
         if not name.isprintable() or "\\" in name:
             raise SourceError(f"{origin} has a file with the name {shown(name)}. Rename it.")
         if name in OBJECTS and path.is_file():

@@ -156,7 +156,7 @@ class Adapter:
     def _sort(self, name: str, info: TensorInfo, parts: dict[str, dict[str, TensorInfo]]) -> None:
         """Put a tensor among the `parts` of a layer's update, or among those that are replaced."""
         if not name.startswith(PREFIX):
-            raise self._wrong(name, f"is no part of a model: its name does not begin with {PREFIX}")
+            raise self._wrong(name, f"is not a part of a model: its name does not begin with {PREFIX}")
         if info.dtype not in FLOATS:
             raise self._wrong(name, f"is stored as {info.dtype}, not as floats")
         if not info.parameters:
@@ -270,7 +270,7 @@ def open_adapter(folder: str | Path) -> Adapter:
     path = path_of(folder, SourceError)
     if not path.is_dir():
         raise SourceError(
-            f"the adapter {path} is no folder. Give the folder that holds {CONFIG} and {WEIGHTS}; one of the hub is "
+            f"the adapter {path} is not a folder. Give the folder that holds {CONFIG} and {WEIGHTS}; one of the hub is "
             "fetched with: hf download ORG/NAME --local-dir FOLDER"
         )
     return Adapter(path)

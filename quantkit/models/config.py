@@ -80,7 +80,7 @@ def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None
         raise UnsupportedError(f"config.json is nested deeper than {DEEPEST} levels. Give the model's own config.json.")
     for where, value in _inside(config, "config.json"):
         if isinstance(value, float) and not math.isfinite(value) and not any(name in where for name in INFINITE):
-            raise UnsupportedError(f"{where} is {value}, which is no finite number. Fix the config.json.")
+            raise UnsupportedError(f"{where} is {value}, which is not a finite number. Fix the config.json.")
         if isinstance(value, dict):
             values = {str(key): inner for key, inner in value.items()}  # in memory some keys are numbers
             _refuse_numbers(values, where)

@@ -82,7 +82,7 @@ class Skeleton:
 
 @importing()
 def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = None) -> Skeleton:
-    """Build the model of `config` without weights; raises UnsupportedError if it is no causal decoder.
+    """Build the model of `config` without weights; raises UnsupportedError if it is not a causal decoder.
 
     `native` leaves every module as transformers has it. `settings` is the configuration of transformers for `config`,
     if it was made before.
@@ -107,7 +107,7 @@ def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = 
         with init_empty_weights(include_buffers=include_buffers), no_init_weights():
             return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
 
-    what = f"the architecture {kind} is no causal language model that transformers can build"
+    what = f"the architecture {kind} is not a causal language model that transformers can build"
     with reraise_as(what, UnsupportedError, padding_fix(config)):
         if context_of(config) > LONG_CONTEXT:
             _refuse_buffers(build(True), config)

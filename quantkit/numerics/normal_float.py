@@ -89,7 +89,7 @@ class NormalFloatWeight:
         if not isinstance(shape, list) or len(shape) != 2 or not all(_is_count(n) for n in shape):
             raise ValueError(f"its quant_state has the shape {shape!r:.200}")
         if str(self.packed.dtype) != "torch.uint8" or self.packed.numel() != -(-math.prod(shape) // 2):
-            raise ValueError(f"{self.packed.numel()} bytes of {self.packed.dtype} are no codes for the shape {shape}")
+            raise ValueError(f"{self.packed.numel()} bytes of {self.packed.dtype} are not codes for the shape {shape}")
         if len(self.packed) != self.packed.numel():  # bitsandbytes turns what it reads of a single row
             raise ValueError(f"its codes have the shape {tuple(self.packed.shape)}, and not one column")
         for key in ("blocksize", "nested_blocksize"):

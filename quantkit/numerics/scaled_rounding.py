@@ -35,7 +35,7 @@ BLOCK = 128  # rows and columns of an FP8 block
 SLAB_ELEMENTS = 1 << 18  # that are fitted together, so that they stay in the processor's cache
 FEEDBACK_SLAB_ELEMENTS = 1 << 24  # of the rows that are rounded together with feedback
 FLOAT4_GROUPS = {"nvfp4": 16, "mxfp4": 32}
-# Of the largest E8M0 scale but one, and the smallest that is no subnormal float32.
+# Of the largest E8M0 scale but one, and the smallest that is not a subnormal float32.
 MOST_EXPONENT, LEAST_EXPONENT = 126, -126
 SWITCH = 1.75  # a largest value of so many powers of two takes the next one, as compressed-tensors' observers have it
 

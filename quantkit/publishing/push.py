@@ -134,7 +134,7 @@ def plan_push(
         hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
         if hidden or name.lower().endswith(UNFINISHED) or name == MANIFEST:
             raise ArtifactError(
-                f"{opened.folder / MANIFEST} names {shown(name)}, which is no file of a model and is not pushed. "
+                f"{opened.folder / MANIFEST} names {shown(name)}, which is not a file of a model and is not pushed. "
                 "Convert again with --force."
             )
     if CARD not in opened.manifest.files:
@@ -159,7 +159,7 @@ def _refuse_name(repo: str, what: str) -> None:
         if "/" in repo:
             return
     raise RecipeError(
-        f"{what} {shown(repo)} is no name on the hub: give user/name, of letters, digits, '-', '_' and '.'"
+        f"{what} {shown(repo)} is not a name on the hub: give user/name, of letters, digits, '-', '_' and '.'"
     )
 
 

@@ -62,10 +62,10 @@ def eval_results(paths: Iterable[str | Path], artifact: Artifact) -> tuple[dict[
             benchmark = BENCHMARKS.get(task)
             score = None if benchmark is None else figures.get(benchmark.figure)
             if benchmark is None or score is None:
-                notes.append(f"{task} is no benchmark that the hub has registered: its scores stay here")
+                notes.append(f"{task} is not a benchmark that the hub has registered: its scores stay here")
                 continue
             if not 0 <= score <= 1:
-                raise ReportError(f"{path}: {task} has the score {score}, which is no share of 1. {AGAIN}")
+                raise ReportError(f"{path}: {task} has the score {score}, which is not a share of 1. {AGAIN}")
             name = f"{PREFIX}{task}.yaml"
             if name in files:
                 raise ReportError(f"{path}: another report has {task}, too. Give one of them.")
@@ -77,7 +77,7 @@ def _read(path: Path, artifact: Artifact) -> TaskReport:
     try:
         report = parse(TaskReport, read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
     except RecipeError as error:
-        raise ReportError(f"{path} is no report of eval-tasks: {error} {AGAIN}") from None
+        raise ReportError(f"{path} is not a report of eval-tasks: {error} {AGAIN}") from None
     if report.model.digest != artifact.digest:
         raise ReportError(
             f"{path} holds scores of other bytes: {report.model.label}, sha256 {report.model.digest[:12]}, and "

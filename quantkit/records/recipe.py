@@ -404,7 +404,7 @@ def take_fields(settings: dict[str, Any], record: type[M], names: tuple[str, ...
     return {name: settings.pop(name) for name in names or tuple(record.model_fields) if name in settings}
 
 
-# Arguments of `evaluate` and its like that are records; the fields of these are no keywords of their own.
+# Arguments of `evaluate` and its like that are records; the fields of these are not keywords of their own.
 ARGUMENTS: dict[str, type[Strict]] = {"model": ModelRef, "engine": EngineSpec, "memory": MemoryLimits}
 
 
@@ -421,7 +421,7 @@ def load_recipe(path: str | Path) -> ConvertRun | CompareRecipe | SweepRecipe:
     """Read a YAML recipe: a sweep where it has `models`, a comparison where it has `variants`. Raises RecipeError."""
     path = path_of(path, RecipeError)
     if not path.is_file():
-        raise RecipeError(f"the recipe {path} {'is no file' if path.exists() else 'does not exist'}")
+        raise RecipeError(f"the recipe {path} {'is not a file' if path.exists() else 'does not exist'}")
     values = parse_yaml(read_text(path, RecipeError, most=MOST_YAML), f"the recipe {path}", RecipeError)
     if not isinstance(values, dict):
         raise RecipeError(f"the recipe {path} must hold keys and values, such as 'model: demo'")

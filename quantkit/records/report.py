@@ -214,7 +214,7 @@ def parse_report(values: object, where: str) -> Report:
     for m in report.measurements:
         figures = [m.value, *(value for value in m.details.values() if isinstance(value, float))]
         if not all(math.isfinite(figure) for figure in figures):
-            raise ReportError(f"the report {where} cannot be read: {m.name} is no finite number. {AGAIN}")
+            raise ReportError(f"the report {where} cannot be read: {m.name} is not a finite number. {AGAIN}")
         for detail in DETAILS.get(m.name.partition("@")[0], ()):
             if not isinstance(m.details.get(detail), float):
                 raise ReportError(f"the report {where} cannot be read: {m.name} has no {detail}. {AGAIN}")

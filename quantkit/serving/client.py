@@ -34,7 +34,7 @@ KINDS = {
     "stalled": "a longer pause between two tokens than the limit",
     "timeout": "the whole answer took longer than the limit",
     "disconnected": "the connection broke, or the stream ended without its end mark",
-    "malformed": "an answer that is no stream of events, or an event that is no valid JSON of the API",
+    "malformed": "an answer that is not a stream of events, or an event that is not a valid JSON of the API",
     "server error": "the stream itself reported an error",
     "empty": "the stream ended with neither a token nor a reason why",
     UNFINISHED: "the time of the measurement was over first: not a failure",

@@ -39,7 +39,7 @@ def refuse_unwritable(folder: Path, error: type[QuantkitError]) -> None:
     """Raise `error` if no file can be made in `folder`."""
     reason = ""
     if not folder.is_dir():
-        reason = "it is no folder"
+        reason = "it is not a folder"
     elif os.statvfs(folder).f_flag & os.ST_RDONLY:
         reason = "its disk is read-only"
     elif not os.statvfs(folder).f_blocks:

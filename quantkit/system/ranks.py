@@ -205,7 +205,7 @@ def prints_error(error: BaseException) -> bool:
 
 
 def without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a process that is no rank itself."""
+    """Environment variables for a process that is not a rank itself."""
     ours = (*NEEDED, *LOCAL)
     return {
         name: value for name, value in variables.items() if name not in ours and not name.startswith("TORCHELASTIC")

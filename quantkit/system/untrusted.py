@@ -233,5 +233,5 @@ def _in_child(patterns: list[str], names: list[str], what: str, error: type[Quan
     answers = json.loads(child.stdout)
     for pattern, answer in zip(patterns, answers, strict=True):
         if isinstance(answer, str):
-            raise error(f"{what}: {shown(pattern)} is no regular expression ({answer})")
+            raise error(f"{what}: {shown(pattern)} is not a regular expression ({answer})")
     return [frozenset(answer) for answer in answers]

@@ -107,7 +107,7 @@ def test_a_text_that_no_file_can_hold_is_refused_in_every_call(text, tiny):
 
 def test_a_recipe_that_is_a_pipe_is_not_waited_for_and_files_that_cannot_be_read_or_written_are_named(tiny):
     os.mkfifo("pipe.yaml")
-    told("run", "pipe.yaml", says="the recipe pipe.yaml is no file")
+    told("run", "pipe.yaml", says="the recipe pipe.yaml is not a file")
     memory = Path("/proc/self/mem")
     if not memory.exists():
         pytest.skip("this system has no file whose first byte cannot be read")

@@ -29,7 +29,7 @@ ADVICE = [
         "or shorter sequences",
         ("--method", "gptq", *SILENT, 8),
     ),
-    (("--method", "rtn", "--revision", "main"), "Leave the revision out.", ("--method", "rtn")),
+    (("--method", "rtn", "--revision", "main"), "Leave --revision out.", ("--method", "rtn")),
 ]
 
 
@@ -58,7 +58,7 @@ def test_files_that_are_mended_as_a_refusal_advises(tiny, tmp_path):
     fails(*convert, tmp_path / "out", says='Add "metadata": {}.')
     where = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps(where | {"metadata": {}}))
-    fails(*convert, tmp_path / "out", says="Take the tensor out of one of them.")
+    fails(*convert, tmp_path / "out", says="Remove one of the two.")
     save_file({name: weights[name] for name in weights if name != "model.norm.weight"}, folder / "b.safetensors")
     succeeds(*convert, tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(folder).model.norm.weight.equal(weights["model.norm.weight"])

@@ -89,7 +89,7 @@ def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(a
     for method in ("gptq", "rtn", "awq", "nf4", "int8", "fp8"):
         with pytest.raises(UnsupportedError, match=r"'mamba' reads .*dt_proj.weight past its layer"):
             check(folder, method)
-    with pytest.raises(UnsupportedError, match="the architecture 'mamba', which is not converted to GGUF"):
+    with pytest.raises(UnsupportedError, match="the architecture 'mamba', which has no GGUF conversion"):
         check(folder, "gguf")
 
 

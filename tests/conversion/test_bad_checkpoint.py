@@ -196,7 +196,7 @@ DAMAGE = [
     (removed("config.json"), ("model has no config.json", "Give the folder that holds it")),
     (removed("model.safetensors"), ("holds no model.safetensors",)),
     (removed("tokenizer.json"), ("has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)",)),
-    (lambda folder: os.mkfifo(folder / "LICENSE"), ("LICENSE is no file",)),
+    (lambda folder: os.mkfifo(folder / "LICENSE"), ("LICENSE is not a file",)),
     (written("adapter_config.json", b"{}"), ("adapter_config.json", "--adapter")),
     (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), ("can run code",)),
     (linked("LICENSE", "/etc/hostname"), ("LICENSE is a link out of its folder",)),
@@ -237,7 +237,7 @@ def test_tensor_in_two_shards(folder):
     (folder / "model.safetensors").rename(folder / "first.safetensors")
     names = read_header(folder / "more.safetensors")
     indexed(dict.fromkeys(names, "first.safetensors") | {"b": "more.safetensors"})(folder)
-    refused(folder, "model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors", "takes the last")
+    refused(folder, "model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors", "uses the last")
 
 
 @pytest.mark.parametrize("unlisted", [{}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, {"b": None}])
@@ -272,7 +272,7 @@ def test_two_models_in_one_folder(folder):
     open_checkpoint(folder, "model")
     moved = next(iter(weights))
     indexed(places | {moved: "b.safetensors"})(folder)
-    refused(folder, f"a.safetensors holds the tensor {moved}, and the index says otherwise")
+    refused(folder, f"a.safetensors holds the tensor {moved}, but the index says otherwise")
 
 
 @pytest.mark.parametrize(("method", "value"), [("rtn", float("nan")), ("gguf", float("inf"))])

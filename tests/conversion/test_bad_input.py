@@ -98,7 +98,7 @@ def test_shapes_that_get_other_types_are_told(tiny):
     ended = quantkit("convert", tiny, "--method", "gguf", "--bits", "Q4_K_M", "--out", "out")
     assert (ended.code, ended.err) == (0, "")
     manifest = json.loads(Path("out/quantkit.json").read_text())
-    note = "19 of 29 tensors have rows that are no multiple of 256: 17 Q4_K -> Q5_0, 2 Q6_K -> Q8_0"
+    note = "wider types for 19 of 29 tensors, whose rows are not a multiple of 256: 17 Q4_K -> Q5_0, 2 Q6_K -> Q8_0"
     assert manifest["notes"] == [note]
     assert f"note: {note}" in ended.out
     assert manifest["tensor_types"].items() >= {"Q5_0": 17, "Q8_0": 2}.items()
@@ -128,7 +128,7 @@ def test_text_that_cannot_be_read(tiny):
 def test_output_that_exists_is_kept_unless_it_is_an_artifact_and_forced(tiny):
     words = ("convert", tiny, "--out", "out", "--method", "rtn")
     Path("out").write_text("text")
-    refused(*words, "--force", says=("out is none", "Choose another --out"))
+    refused(*words, "--force", says=("out is not one", "Choose another --out"))
     assert Path("out").read_text() == "text"
     Path("out").unlink()
     Path("out").mkdir()

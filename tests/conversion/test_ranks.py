@@ -219,7 +219,7 @@ def test_an_error_is_told_once_by_the_rank_that_has_it(tiny, tmp_path):
     ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, fail)))
     assert [(code, text.count("error:")) for code, text in ranks] == [(1, 0), (1, 1)]
     assert "error: SourceError: this rank cannot read on" in ranks[1][1]
-    assert "1 finished decoder blocks kept" in ranks[0][1]
+    assert "1 finished decoder blocks. Run" in ranks[0][1]
     ranks = ended(begun(command(tiny, tmp_path / "all"), tmp_path / "logs", (fail, fail)))
     assert [text.count("error:") for _, text in ranks] == [1, 0]
 

@@ -118,12 +118,12 @@ DAMAGE = [
     ),
     ("awq", changed(f"{LAYER}.qzeros", lambda t: t[1:]), "'qzeros': (0, 32)"),
     ("rtn", lambda tensors: tensors.pop(f"{LAYER}.g_idx"), f"lacks the tensor {LAYER}.g_idx"),
-    ("rtn", changed(f"{LAYER}.g_idx", first(-1)), "columns of other groups"),
+    ("rtn", changed(f"{LAYER}.g_idx", first(-1)), "columns outside its"),
     ("rtn", changed(f"{LAYER}.qzeros", torch.zeros_like), "is not symmetric"),
     ("nf4", lambda tensors: tensors.pop(f"{LAYER}.weight.absmax"), "its absmax is missing"),
     ("nf4", changed(f"{LAYER}.weight.absmax", lambda t: t[1:]), "its absmax has 511 values"),
     ("nf4", changed(f"{LAYER}.weight.quant_map", torch.ones_like), "is not the table of nf4"),
-    ("nf4", changed(f"{LAYER}.weight", lambda t: t[1:]), "are no codes for the shape"),
+    ("nf4", changed(f"{LAYER}.weight", lambda t: t[1:]), "are not codes for the shape"),
 ]
 
 
@@ -179,17 +179,17 @@ def test_a_damaged_state_of_nf4_is_refused(state, copied):
 
 SETTINGS = [
     ("rtn", "quantize_config.json", put("sym", value=False), "sym is False, and True in config.json"),
-    ("rtn", "config.json", put("quantization_config", "bits", value=5), "does not say how many bits"),
+    ("rtn", "config.json", put("quantization_config", "bits", value=5), "has no valid number of bits"),
     ("rtn", "config.json", put("quantization_config", "group_size", value=[]), "group_size is [], not a whole"),
     ("rtn", "config.json", put("quantization_config", "sym", value=1), "sym is True there, and the files say 1"),
     ("rtn", "config.json", put("quantization_config", value=5), "it says that the files are gptq, and they are not"),
     ("rtn", "config.json", put("dtype", value="float32"), "holds tensors in float16, and its config.json says"),
     ("nf4", "config.json", put("quantization_config", "bnb_4bit_quant_type", value="fp4"), "4-bit NormalFloat"),
     ("ctranslate2", "config.json", lambda values: values.pop("unk_token"), "unk_token is None"),
-    ("ctranslate2", "config.json", put("layer_norm_epsilon", value=10**400), "beyond what the engine can read"),
+    ("ctranslate2", "config.json", put("layer_norm_epsilon", value=10**400), "too large for the engine"),
     ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "files are ctranslate2, and they are not"),
     ("ctranslate2", "vocabulary.json", lambda tokens: tokens.append("\ud800"), "half of a character"),
-    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, and the model 304 rows"),
+    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, but the model has 304 rows"),
     ("awq", "config.json", put("pretraining_tp", value=1.0), "pretraining_tp is 1 in its"),
     ("rtn", "config.json", lambda values: values.pop("model_type"), "model_type is 'llama' in its"),
 ]

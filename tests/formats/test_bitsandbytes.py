@@ -71,7 +71,7 @@ def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(archite
         converted(architecture("falcon, grouped"), tmp_path / "falcon", "nf4", min_quantized=0)
     says = str(refusal.value)
     share = float(re.search(r"([\d.]+)% of their weights", says)[1])
-    least = re.search(r"Take --min-quantized ([\d.]+) to have it so", says)[1]
+    least = re.search(r"Give --min-quantized ([\d.]+) to accept", says)[1]
     artifact = converted(folder, tmp_path / "out", "nf4", min_quantized=float(least))
     weights = load_file(folder / "model.safetensors")
     assert artifact.manifest.tensor_types["nf4"] == BLOCKS * 4

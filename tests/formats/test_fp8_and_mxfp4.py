@@ -164,7 +164,7 @@ def test_llama_cpp_computes_what_transformers_computes_of_codes(gpt_oss, tmp_pat
         ("fp8", lambda _, t: t.pop(SCALE), f"lacks the tensor {SCALE}"),
         ("fp8", lambda _, t: t[SCALE].fill_(float("nan")), "are not finite"),
         ("fp8", lambda _, t: t[UP].view(torch.uint8).fill_(127), "NaN"),
-        ("fp8", lambda _, t: t.update({UP: t[UP][:0], SCALE: t[SCALE][:0]}), "no matrix of codes"),
+        ("fp8", lambda _, t: t.update({UP: t[UP][:0], SCALE: t[SCALE][:0]}), "not a matrix of codes"),
         ("gpt_oss", lambda _, t: t.pop(SCALES), f"lacks the tensor {SCALES}"),
         ("gpt_oss", lambda _, t: t[SCALES].fill_(255), "are not finite"),
         ("gpt_oss", lambda _, t: t.update({SCALES: t[SCALES][:, 1:]}), r"shapes .*, not \(experts, N"),

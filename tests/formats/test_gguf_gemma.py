@@ -83,7 +83,7 @@ def test_keys_that_a_block_does_not_use_are_left_out(tmp_path, name):
     save_file(tensors | unused, folder / "model.safetensors")
     trial = job_for(folder, "F32", tmp_path / "out")
     file = written(trial)
-    assert any(note.startswith("3 tensors of blocks that take the keys") for note in trial.source.notes)
+    assert any(note.startswith("3 tensors of blocks that reuse the keys") for note in trial.source.notes)
     assert file.read_bytes() == plain
     assert not unused.keys() & tensors_of(file).keys()
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
@@ -139,7 +139,7 @@ def test_other_factors_are_refused(tmp_path):
     folder = saved(tmp_path / "model", "falcon_h1")
     for change, said in (
         ({"key_multiplier": 0.0}, "multiplies .*k_proj.weight by 0.0"),
-        ({"ssm_multipliers": [1.0, 2.0]}, "lacks what multiplies its weights|is shorter"),
+        ({"ssm_multipliers": [1.0, 2.0]}, "lacks the factors of its weights|is shorter"),
         ({"embedding_multiplier": float("inf")}, "embedding_multiplier is inf"),
     ):
         with pytest.raises(QuantkitError, match=said):

@@ -131,7 +131,7 @@ def test_a_file_of_llama_cpps_own_is_a_source(tmp_path):
 
 def test_floats_that_have_no_type_are_refused(tiny, tiny_with, tmp_path):
     job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits="mxfp4", format="gguf"))
-    with pytest.raises(RecipeError, match=r"gguf holds no nvfp4 with scales\. Take the format compressed-tensors"):
+    with pytest.raises(RecipeError, match=r"gguf cannot store nvfp4 with scales\. Use --format compressed-tensors"):
         job.check_layout(Layout(4, 16, values="nvfp4"))
     save_scaled(tiny, tmp_path / "foreign", {"": "mxfp4"})
     stem = "model.layers.1.mlp.up_proj.weight_scale"

@@ -147,7 +147,7 @@ def test_one_run_of_16_is_enough_to_be_refused_and_so_is_what_overflows_in_sums(
         importance = importance_with(value, place)
         importance[place + 5] = FAINTEST  # one column that counts a little
         assert error(name, rows(), importance) < 0.5
-    with pytest.raises(ValueError, match=rf"importance goes up to 1e\+36, and {name} is computed right up to 1e\+20"):
+    with pytest.raises(ValueError, match=rf"importance is up to 1e\+36, but {name} is correct only up to 1e\+20"):
         quantize(name, rows(), importance_with(1e36, 32))
     whole = np.full(COLUMNS, 0.9 * LOUDEST, np.float32)
     largest = np.full((1, COLUMNS), 65504, np.float32) * np.random.default_rng(0).choice([-1, 1], COLUMNS)

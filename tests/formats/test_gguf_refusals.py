@@ -84,10 +84,10 @@ def test_biases_of_zeros_without_a_place_are_left_out_and_told(name, part, tmp_p
     one, two = (tensors_of(written(job)) for job in (trial, job_for(plain, "F16", tmp_path / "other")))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[key], two[key]) for key in one)
-    told = "biases of zeros are left out, since a GGUF file has no place for them: 1, such as "
+    told = "zero biases are left out, since a GGUF file cannot store them: 1, such as "
     assert trial.source.notes == (told + bias,)
     other = changed_copy(folder, tmp_path / "one", lambda tensors: tensors[bias][:1].fill_(1))
-    with pytest.raises(UnsupportedError, match=rf"no place in a GGUF file .*, such as {bias}"):
+    with pytest.raises(UnsupportedError, match=rf"do not belong in a GGUF file .*, such as {bias}"):
         job_for(other, "F16", tmp_path / "refused").check()
 
 

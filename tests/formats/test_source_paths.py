@@ -63,7 +63,7 @@ def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block
 
 def test_other_files_and_several_without_an_order_are_refused(one_block, tmp_path):
     (tmp_path / "model.bin").write_bytes(b"\x80\x02")
-    with pytest.raises(SourceError, match=r"is a file of no kind that is read.*\.safetensors or \.gguf"):
+    with pytest.raises(SourceError, match=r"is a file that quantkit cannot read.*\.safetensors or \.gguf"):
         open_source(str(tmp_path / "model.bin"))
     folder = renamed(one_block, tmp_path / "folder", "a.safetensors")
     shutil.copyfile(folder / "a.safetensors", folder / "b.safetensors")

@@ -123,7 +123,7 @@ def test_the_recipe_beside_the_file_gives_the_same_file(one_block, tmp_path):
     ("auto", {"target_size": "20KB"}, "the target is .* MB. Give a larger"),
     ("Q4_K_M", {"token_embedding_type": "Q9"}, "token_embedding_type = 'Q9' is not a type"),
     ("Q4_K_M", {"tensor_type": {"attn": "Q4_X"}}, "attn = 'Q4_X' is not a type. Did you mean"),
-    ("Q4_K_M", {"tensor_type": {"attn(": "Q4_K"}}, "is no regular expression"),
+    ("Q4_K_M", {"tensor_type": {"attn(": "Q4_K"}}, "is not a regular expression"),
     ("Q4_K_M", {"tensor_type": "attn_zz=Q4_K"}, "the pattern 'attn_zz' matches no tensor's name"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_any_work(wide, tmp_path, bits, options, said, monkeypatch):

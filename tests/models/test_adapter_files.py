@@ -65,7 +65,7 @@ def test_settings_that_change_nothing_are_taken(values, adapter):
         ({"r": 8}, r"lora_A' has the shape \(4, 128\), and adapter_config.json says rank 8"),
         ({"r": 0}, "r is 0"),
         ({"rank_pattern": {"q_proj": 2}}, r"q_proj.lora_A' has the shape \(4, 128\), and .* rank 2"),
-        ({"alpha_pattern": {"(": 2}}, "is no regular expression"),
+        ({"alpha_pattern": {"(": 2}}, "is not a regular expression"),
         ({"target_modules": ["proj"]}, "q_proj.*target_modules"),
         ({"exclude_modules": ["v_proj"]}, "v_proj.*exclude_modules"),
         ({"layers_to_transform": 0}, "layers.1.*layers_to_transform"),
@@ -116,7 +116,7 @@ def test_files_that_are_missing_cut_or_pickled(adapter):
     (adapter / "new_embeddings.safetensors").write_bytes(data)
     refused(adapter, "adds rows to the embedding")
     shutil.rmtree(adapter)
-    refused(adapter, "is no folder.*hf download")
+    refused(adapter, "is not a folder.*hf download")
 
 
 def test_links_out_of_the_folder_are_not_followed(adapter, tmp_path):

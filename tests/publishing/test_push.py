@@ -193,7 +193,7 @@ def test_a_repository_that_is_not_for_this_push_is_left_alone(artifact, hub):
 
 def test_what_is_refused_before_the_network(artifact, hub, monkeypatch):
     for name in ("", "tiny", "a/b/c", "../b", "a b/c", "a/b.git", "-a/b", "a/b\n", "a/" + "b" * 97):
-        with pytest.raises(RecipeError, match="no name on the hub"):
+        with pytest.raises(RecipeError, match="not a name on the hub"):
             push(artifact, name, create=True)
         with pytest.raises(RecipeError, match="--base-model"):
             push(artifact, REPO, base_model=name)
@@ -287,7 +287,7 @@ def report_of(artifact, path, results, **settings):
 def test_scores_of_registered_benchmarks_go_along(artifact, hub, tmp_path):
     report = report_of(artifact, tmp_path / "tasks.json", {**GSM8K, "arc_easy": {"acc,none": 0.5}})
     pushed = push(artifact, REPO, create=True, base_model="someone/tiny", results=[report])
-    assert pushed.notes == ("arc_easy is no benchmark that the hub has registered: its scores stay here",)
+    assert pushed.notes == ("arc_easy is not a benchmark that the hub has registered: its scores stay here",)
     names = [name for name in hub.repositories[REPO].files if name.startswith(".eval_results/")]
     assert names == [".eval_results/quantkit-gsm8k.yaml"]
     [entry] = parse_eval_result_entries(yaml.safe_load(hub.repositories[REPO].files[names[0]]))  # the hub's own reader
