@@ -131,7 +131,7 @@ def test_recipes_and_commands_name_adapters_and_engines_that_read_files_are_refu
     assert (here / "tiny-style-rtn-4").is_dir(), ended.err
     assert f"--source {tiny} --adapter {adapter}" in ended.out.replace("\n", " ")
     model = open_model(ModelRef(model=tiny, adapters=[adapter]))
-    with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
+    with pytest.raises(QuantkitError, match=r"whose files are of another model.*--method float.*--engine reference"):
         choose(model, EngineSpec(engine="vllm"))
     assert choose(model, EngineSpec()).name == "transformers"
     assert model.ref.adapters == (str(adapter),)

@@ -56,27 +56,27 @@ def double_parameters(values):
 
 EDITS = [
     ("gptq", put("recipe", "method", value="rtn"), "the method rtn has no option"),
-    ("rtn", put("recipe", "method", value="gptq"), "it tells of no calibration"),
-    ("awq", put("format", value="gptq"), "it says that the files are gptq, and they are not"),
-    ("rtn", put("calibration_sha256", value="0" * 64), "it tells of a calibration"),
-    ("gguf", put("recipe", "bits", value="Q8_0"), "bits is 'Q8_0' there, and the files say 'Q4_K_M'"),
-    ("float", put("recipe", "bits", value="bfloat16"), "bits is 'bfloat16' there, and the files say 'float16'"),
-    ("rtn", put("options", "group_size", value=64), "group_size is 64 there, and the files say 128"),
+    ("rtn", put("recipe", "method", value="gptq"), "it has no calibration"),
+    ("awq", put("format", value="gptq"), "it names the format gptq, but the files are not"),
+    ("rtn", put("calibration_sha256", value="0" * 64), "it has a calibration"),
+    ("gguf", put("recipe", "bits", value="Q8_0"), "bits is 'Q8_0' there, but 'Q4_K_M' in the files"),
+    ("float", put("recipe", "bits", value="bfloat16"), "bits is 'bfloat16' there, but 'float16' in the files"),
+    ("rtn", put("options", "group_size", value=64), "group_size is 64 there, but 128 in the files"),
     ("nf4", put("options", "double_quant", value=False), "double_quant is False there"),
-    ("rtn", put("recipe", "options", value={"sym": False}), "sym = False was asked for, and True made"),
+    ("rtn", put("recipe", "options", value={"sym": False}), "sym = False in the recipe, True in"),
     *(
         (method, change, says)
         for method in ("rtn", "gguf", "ctranslate2")
         for change, says in (
-            (put("tensor_types", value={"int2": 3}), "it counts 3 int2, and the files hold"),
+            (put("tensor_types", value={"int2": 3}), "it counts 3 int2, but the files have"),
             (put("source", "config", "num_hidden_layers", value=1), ""),
             (double_parameters, "parameters of the source"),
         )
     ),
     ("rtn", put("source", "config", "rms_norm_eps", value=0.5), "rms_norm_eps is 0.5 in its source.config"),
     ("rtn", put("bits_per_weight", value=0.1), "bits_per_weight is 0.1"),
-    ("rtn", lambda values: values["weight_files"].append(values["weight_files"][0]), "its weight files are not those"),
-    ("gguf", put("weight_files", value=["tokenizer.json"]), "its weight files are not those of the format gguf"),
+    ("rtn", lambda values: values["weight_files"].append(values["weight_files"][0]), "its weight files do not belong"),
+    ("gguf", put("weight_files", value=["tokenizer.json"]), "its weight files do not belong to the format gguf"),
 ]
 
 
@@ -100,10 +100,10 @@ def added(name):
 
 
 DAMAGE = [
-    ("rtn", lambda tensors: tensors.pop(EMBEDDING), "and the files hold"),
+    ("rtn", lambda tensors: tensors.pop(EMBEDDING), "but the files have"),
     ("nf4", changed(NORM, lambda t: t[1:]), "has the shape (127,), not (128,)"),
-    ("awq", added("model.extra.weight"), "and the files hold"),
-    ("float", changed(NORM, torch.Tensor.float), "and the files hold"),
+    ("awq", added("model.extra.weight"), "but the files have"),
+    ("float", changed(NORM, torch.Tensor.float), "but the files have"),
     ("rtn", changed(NORM, first(float("nan"))), "NaN or infinite"),
     ("float", changed(f"{LAYER}.weight", lambda t: t.T), "has the shape (128, 256), not (256, 128)"),
     *(
@@ -181,13 +181,13 @@ SETTINGS = [
     ("rtn", "quantize_config.json", put("sym", value=False), "sym is False, and True in config.json"),
     ("rtn", "config.json", put("quantization_config", "bits", value=5), "has no valid number of bits"),
     ("rtn", "config.json", put("quantization_config", "group_size", value=[]), "group_size is [], not a whole"),
-    ("rtn", "config.json", put("quantization_config", "sym", value=1), "sym is True there, and the files say 1"),
-    ("rtn", "config.json", put("quantization_config", value=5), "it says that the files are gptq, and they are not"),
+    ("rtn", "config.json", put("quantization_config", "sym", value=1), "sym is True there, but 1 in the files"),
+    ("rtn", "config.json", put("quantization_config", value=5), "it names the format gptq, but the files are not"),
     ("rtn", "config.json", put("dtype", value="float32"), "holds tensors in float16, and its config.json says"),
     ("nf4", "config.json", put("quantization_config", "bnb_4bit_quant_type", value="fp4"), "4-bit NormalFloat"),
     ("ctranslate2", "config.json", lambda values: values.pop("unk_token"), "unk_token is None"),
     ("ctranslate2", "config.json", put("layer_norm_epsilon", value=10**400), "too large for the engine"),
-    ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "files are ctranslate2, and they are not"),
+    ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "names the format ctranslate2, but the files"),
     ("ctranslate2", "vocabulary.json", lambda tokens: tokens.append("\ud800"), "half of a character"),
     ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, but the model has 304 rows"),
     ("awq", "config.json", put("pretraining_tp", value=1.0), "pretraining_tp is 1 in its"),
@@ -211,7 +211,7 @@ def test_the_file_of_another_model_is_refused(method, says, copied, artifact_of,
     [own], [theirs] = open_artifact(folder).manifest.weight_files, another.manifest.weight_files
     shutil.copyfile(another.folder / theirs, folder / own)
     rehash(folder)
-    refused(folder, "and the files hold")
+    refused(folder, "but the files have")
     edit_json(folder / MANIFEST, put("tensor_types", value=another.manifest.tensor_types))
     refused(folder, says)
 

@@ -230,7 +230,7 @@ def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(
     assert source.hashes == other.hashes
     assert torch.equal(source.tensor(f"{Q}.weight"), other.tensor(f"{Q}.weight"))
     for name, says in (
-        ("meta-llama/Llama-9", "its base model, meta-llama/Llama-9, is not a folder here"),
+        ("meta-llama/Llama-9", "its base model, meta-llama/Llama-9, is not a local folder"),
         (None, "does not name its base"),
     ):
         save_adapter(adapter, tensors, base_model_name_or_path=name)

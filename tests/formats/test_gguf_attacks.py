@@ -117,9 +117,9 @@ DAMAGED = {
     "empty": (header(tensor(b"a", (32, 0)), counts=(1, 0)), r"has the shape \(0, 32\)"),
     "retired type": (header(tensor(b"a", (32,), kind=4), counts=(1, 0)), "4 is not a valid"),
     "torn row": (header(tensor(b"a", (31,), kind=8), counts=(1, 0)), "rows of 31, which Q8_0 cannot hold"),
-    "unprintable": (header(tensor(b"\x1b[2J", (32,)), counts=(1, 0)), "cannot be printed"),
+    "unprintable": (header(tensor(b"\x1b[2J", (32,)), counts=(1, 0)), "unprintable"),
     "no UTF-8": (header(tensor(b"\xff", (32,)), counts=(1, 0)), "utf-8"),
-    "no alignment": (header(keys=key(b"general.alignment", 4, struct.pack("<I", 0)), counts=(0, 1)), "not a power of two"),
+    "no alignment": (header(keys=key(b"general.alignment", 4, struct.pack("<I", 0)), counts=(0, 1)), "a power of two"),
 }  # fmt: skip
 
 
