@@ -188,7 +188,7 @@ SETTINGS = [
     ("ctranslate2", "config.json", lambda values: values.pop("unk_token"), "unk_token is None"),
     ("ctranslate2", "config.json", put("layer_norm_epsilon", value=10**400), "too large for the engine"),
     ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "names the format ctranslate2, but the files"),
-    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.append("\ud800"), "half of a character"),
+    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.append("\ud800"), "half of a surrogate pair"),
     ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, but the model has 304 rows"),
     ("awq", "config.json", put("pretraining_tp", value=1.0), "pretraining_tp is 1 in its"),
     ("rtn", "config.json", lambda values: values.pop("model_type"), "model_type is 'llama' in its"),

@@ -24,7 +24,7 @@ def test_a_tensor_that_is_left_out_is_told(tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "changed", add)
     assert evaluated(tiny) == ()
     (note,) = evaluated(folder)
-    assert note.startswith("transformers leaves out ")
+    assert note.startswith("transformers ignores ")
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])

@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused_before_any_work(wide, tmp_path, bits, options
 def test_sizes_are_read():
     sizes = {"90MB": 90_000_000, "1.5 GiB": 3 << 29, "800kb": 800_000, "12345": 12345, ".5GB": 500_000_000}
     assert {text: parse_size(text, "size") for text in sizes} == sizes
-    with pytest.raises(RecipeError, match="size = 'ninety' is no size"):
+    with pytest.raises(RecipeError, match="size = 'ninety' is not a size"):
         parse_size("ninety", "size")
 
 

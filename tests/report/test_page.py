@@ -290,7 +290,7 @@ def test_a_manifest_belongs_to_a_report_by_its_digest(comparison, tmp_path):
 def test_what_cannot_be_a_page_is_refused(comparison, tmp_path):
     for given, words in (
         ((tmp_path,), "has no table.json"),
-        ((comparison, "--max-size", "1XB"), "--max-size = '1XB' is no size"),
+        ((comparison, "--max-size", "1XB"), "--max-size = '1XB' is not a size"),
         ((comparison, "--max-kld", -1), "--max-kld"),
     ):
         done = quantkit("report", *given, "--out", tmp_path / "page.html")

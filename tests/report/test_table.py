@@ -80,7 +80,7 @@ UNLIKE = {
 NO_TABLES = {
     "{": "sheet.json",
     "[" * 100_000: "sheet.json",
-    '{"reports": [5]}': "holds no report",
+    '{"reports": [5]}': "has no report",
     '{"parts": [3]}': "no list of tables",
     '{"parts": []}': "at least one report",
     '{"parts": [{"machine": "a", "reports": []}]}': "at least one report",

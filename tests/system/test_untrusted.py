@@ -87,7 +87,7 @@ def test_objects_and_texts_are_bounded(tmp_path):
     with pytest.raises(SourceError, match="nested deeper than 64 levels"):
         read_object(path, SourceError)
     path.write_text("[]")
-    with pytest.raises(SourceError, match="holds no object"):
+    with pytest.raises(SourceError, match="is not a JSON object"):
         read_object(path, SourceError)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(SourceError, match=r"not UTF-8 text \(byte 0\)"):
