@@ -86,7 +86,7 @@ def test_settings_inside_others_and_products_are_bounded_too(tiny):
         (refuse_config, config | {"rope_parameters": {"rope_theta": float("inf")}}, r"rope_parameters\.rope_theta is"),
         (refuse_config, {"model_type": "mixtral", **experts}, "4000 layers of 4000 experts"),
         (open_config, {"model_type": "llama", **many}, "num_hidden_layers"),  # as a manifest holds them
-        (open_skeleton, {"model_type": "gpt_neo", **positions}, r"262,144 tokens takes 6\d\.\d GB of tables of pos"),
+        (open_skeleton, {"model_type": "gpt_neo", **positions}, r"262,144 tokens needs 6\d\.\d GB of position tables"),
     ]
     for function, given, says in cases:
         with pytest.raises(UnsupportedError, match=says):
@@ -190,11 +190,11 @@ def header(entries):
 CODE = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
 DAMAGE = [
     (config(intermediate_size=128), ("(256, 128)", "(128, 128)", "config.json that belongs")),
-    (config(quantization_config={"quant_method": "mxfp4"}), ("quantized (mxfp4), and no tensor is", "Take quant")),
+    (config(quantization_config={"quant_method": "mxfp4"}), ("quantized (mxfp4), but no tensor is", "Take quant")),
     (config(quantization_config={"quant_method": "hqq"}), ("already quantized ('hqq'", "Give the unquantized model")),
-    (config(model_type="zamboni", auto_map=CODE), ("brings its own code", "does not run")),
-    (removed("config.json"), ("model has no config.json", "Give the folder that holds it")),
-    (removed("model.safetensors"), ("holds no model.safetensors",)),
+    (config(model_type="zamboni", auto_map=CODE), ("needs its own code", "does not run")),
+    (removed("config.json"), ("model has no config.json", "Give the folder that has it")),
+    (removed("model.safetensors"), ("has no model.safetensors",)),
     (removed("tokenizer.json"), ("has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)",)),
     (lambda folder: os.mkfifo(folder / "LICENSE"), ("LICENSE is not a file",)),
     (written("adapter_config.json", b"{}"), ("adapter_config.json", "--adapter")),

@@ -50,7 +50,7 @@ JUDGED = ("{tiny}", "--text", "{sample}")
         ((*TO_OUT, "rtn", "--group-size", -64), ("group_size -64", "128, 64, 32", "-1 (the whole row)", "vLLM")),
         (("convert", "/nowhere", "--method", "rtn"), ("the folder /nowhere does not exist", "hub id, or 'demo'")),
         (("verify", "nowhere"), ("the artifact nowhere does not exist", "quantkit convert MODEL --out nowhere")),
-        (("inspect", "{tiny}"), ("holds no quantkit.json",)),
+        (("inspect", "{tiny}"), ("has no quantkit.json",)),
         (("eval", *JUDGED, "--probes", "size,perplexty"), ("unknown probe 'perplexty'", "Did you mean 'perplexity'?")),
         (("eval", *JUDGED, "--engine", "llama"), ("unknown engine", "Did you mean 'llamacpp'?")),
         (("eval-ppl", *JUDGED, "--protocol", "paper"), ("unknown protocol 'paper'", "Did you mean 'papers'?")),

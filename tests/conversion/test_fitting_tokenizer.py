@@ -76,7 +76,7 @@ def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refus
 
 def test_a_padding_token_without_a_row_is_named_where_transformers_builds_no_model(tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "model", pad_token_id=304)
-    says = "config.json has pad_token_id = 304, and the embedding has 304 rows: set it to null"
+    says = "config.json has pad_token_id = 304, but the embedding has 304 rows: set it to null"
     refused(folder, "rtn", UnsupportedError, says)
     with pytest.raises(EngineError, match=says):
         evaluate(str(folder), ["perplexity"], **EVALUATION)
@@ -98,7 +98,7 @@ def test_ends_of_a_text_that_a_format_does_not_name_are_noted(method, bits, tiny
 def test_the_advice_adds_the_rows(tiny, tmp_path):
     folder = with_added_token(tiny, tmp_path / "model", every_text=False)
     edit_json(folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(z=309))  # ids with a hole
-    with pytest.raises(SourceError, match="token ids 3 to 309, and the embedding has 304 rows") as refusal:
+    with pytest.raises(SourceError, match="token ids 3 to 309, but the embedding has 304 rows") as refusal:
         convert(str(folder), "gguf", "Q8_0", tmp_path / "out")
     advice = str(refusal.value).partition("with transformers: ")[2]
     names = {"model": AutoModelForCausalLM.from_pretrained(folder), "tokenizer": AutoTokenizer.from_pretrained(folder)}
@@ -107,7 +107,7 @@ def test_the_advice_adds_the_rows(tiny, tmp_path):
 
 
 def test_calibration_beyond_the_context_gets_a_note(tiny, tmp_path):
-    note = "calibration sequences of 32 tokens are longer than the context of 16 tokens that the model was made for"
+    note = "calibration sequences of 32 tokens are longer than the model's context of 16 tokens"
     for context, want in ((16, [note]), (32, [])):
         model = changed_copy(tiny, tmp_path / f"{context}", max_position_embeddings=context)
         made = convert(str(model), "gptq", out=tmp_path / f"out {context}", calibration=CALIBRATION)

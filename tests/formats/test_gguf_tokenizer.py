@@ -71,7 +71,7 @@ DAMAGED = {
     "equal ids": (put("model", "vocab", "ab", value=5), "'ab' and '<0x02>' both have the id 5|both have the id 5"),
     "cut at a zero": (put("model", "vocab", "ab\0c", value=271), "both have the text 'ab'"),
     "no bytes": (lambda data: [data["model"]["vocab"].pop(f"<0x{byte:02X}>") for byte in range(256)], "<0x0A>"),
-    "beyond the embedding": (put("model", "vocab", "far", value=5000), "token ids 3 to 5000, and the embedding has"),
+    "beyond the embedding": (put("model", "vocab", "far", value=5000), "token ids 3 to 5000, but the embedding has"),
     "merges that llama.cpp would not follow": (put("model", "merges", value=MERGES), "gives other tokens"),
     "other steps": (put("normalizer", value=NFKC), "step NFKC"),
     "another kind": (put("model", value=WORDS), "WordLevel"),

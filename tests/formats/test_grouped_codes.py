@@ -179,7 +179,7 @@ def test_a_former_order_of_columns_is_read(sources, tmp_path):
         ("gptq", lambda c, t: c.update(bits=5), "no valid number of bits"),
         ("gptq", lambda c, t: c.update(group_size=0), "group_size is 0"),
         ("gptq", lambda c, t: t[f"{UP}qzeros"].fill_(-1), "zero points of 16"),
-        ("gptq", without("qweight", "qzeros", "scales", "g_idx"), "and no tensor is. Remove quantization_config"),
+        ("gptq", without("qweight", "qzeros", "scales", "g_idx"), "but no tensor is. Remove quantization_config"),
         ("gptq", lambda c, t: t.pop(f"{UP}scales"), "lacks the tensor"),
         ("gptq", lambda c, t: t[f"{UP}scales"].fill_(float("inf")), "not finite"),
         ("gptq", lambda c, t: t[f"{UP}g_idx"].fill_(7), "columns outside its"),
@@ -188,7 +188,7 @@ def test_a_former_order_of_columns_is_read(sources, tmp_path):
         ("awq", lambda c, t: c.update(version="gemv"), "'gemv', and only gemm is supported"),
         ("awq", lambda c, t: c.update(checkpoint_format="GEMV_fast", version=None), "'GEMV_fast', and only gemm"),
         ("awq", lambda c, t: c.update(quant_method="quip"), r"already quantized \('quip'\), in a format that"),
-        ("bitsandbytes", lambda c, t: c.update(load_in_4bit=False, load_in_8bit=True), "LLM.int8.*and no tensor is"),
+        ("bitsandbytes", lambda c, t: c.update(load_in_4bit=False, load_in_8bit=True), "LLM.int8.*but no tensor is"),
     ],
 )
 def test_a_source_whose_settings_lie_is_refused(name, change, says, sources, tmp_path):
@@ -198,7 +198,7 @@ def test_a_source_whose_settings_lie_is_refused(name, change, says, sources, tmp
 def test_a_source_that_is_cut_is_not_evaluated(artifact_of, tmp_path):
     whole = foreign(artifact_of("rtn", "4", group_size=GROUP), tmp_path / "foreign")
     model = changed_copy(whole, tmp_path / "cut", num_hidden_layers=2)
-    with pytest.raises(QuantkitError, match="of a further one"):
+    with pytest.raises(QuantkitError, match="of another one"):
         evaluate(open_source(str(model)), probes=("perplexity",), limit=2, n_ctx=64, divergence=False)
 
 
