@@ -96,7 +96,7 @@ def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefix
     known = ", ".join(f"{base}*" for base, _ in PREFIXES)
     raise UnsupportedError(
         f"config.json is of a multimodal model ({shown(config.get('model_type'))}), but no tensor has a prefix of its "
-        f"text half ({known}), such as {shown(min(names))}. Give a checkpoint as transformers saves it."
+        f"text half ({known}): there is {shown(min(names))}. Give a checkpoint as transformers saves it."
     )
 
 

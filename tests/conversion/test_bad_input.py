@@ -106,7 +106,7 @@ def test_shapes_that_get_other_types_are_told(tiny):
 
 def test_text_that_is_too_short(tiny):
     Path("short.txt").write_text("A short text. " * 20)
-    says = ("short.txt is too short", "0 of the asked 64 sequences of 512", "longer text or shorter sequences")
+    says = ("short.txt is too short", "0 of 64 sequences of 512", "longer text or shorter sequences")
     refused("convert", tiny, "--method", "gptq", "--calibration-text", "short.txt", says=says)
     says = ("short.txt is too short", "2 windows of 512", "longer --text")
     refused("eval-ppl", tiny, "--text", "short.txt", says=says)

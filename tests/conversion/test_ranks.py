@@ -191,7 +191,7 @@ GROUPS = ("query, key and value", "output", "gate and up", "down")
     ("arguments", "reason"),
     [
         (("nf4",), "2 processes cannot share what the method nf4 does"),
-        (("gptq", "--refine"), "needs 16 or more in each of 2 processes, whole batches of 2; 7 were given"),
+        (("gptq", "--refine"), "needs 16 or more in each of 2 processes, in whole batches of 2; only 7 were given"),
         (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
     ],
 )

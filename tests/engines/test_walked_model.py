@@ -103,7 +103,7 @@ def of_all_texts(self, x, **ids):
 
 @pytest.mark.parametrize(("owner", "name", "stand_in", "says"), [
     (passes, "Recorder", Changing, "changes hidden states between"),
-    (LlamaRotaryEmbedding, "forward", of_all_texts, "depend on the text, and not one for each"),
+    (LlamaRotaryEmbedding, "forward", of_all_texts, "depend on the text, but not one per text"),
 ])  # fmt: skip
 def test_what_blocks_cannot_be_called_with_alone_is_refused(owner, name, stand_in, says, architecture, monkeypatch):
     llama = open_model(str(architecture("llama")))

@@ -156,7 +156,7 @@ def test_layers_that_transformers_has_the_other_way_round_come_as_it_has_them(ki
         ("int8", lambda t: t[f"{UP}SCB"].fill_(float("inf")), "SCB are not finite"),
         ("fp4", lambda t: t.pop(f"{UP}weight.absmax"), "absmax is missing"),
         ("fp4", lambda t: t[f"{UP}weight.quant_map"].mul_(2), "not the table of fp4"),
-        ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "tells of no fp4"),
+        ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "is not of fp4"),
         ("fp4", lambda t: as_nf4(t), "config.json says that codes are fp4"),
     ],
 )

@@ -247,7 +247,7 @@ REFUSED = [
     ("rtn", "auto", {"target_bpw": 3.5, "target_kld": 0.1}, "target_bpw and target_kld contradict each other"),
     ("rtn", "auto", {"target_bpw": 2.27, "sym": False}, r"have from 2\.2813 to 8\.375 bits per weight"),
     ("gptq", "auto", {"target_bpw": 9, "target_bits": (3, 4)}, r"with bits 3, 4 .* from 3\.25 to 4\.25 bits"),
-    ("gptq", "auto", {"target_bpw": 4, "target_bits": (4, 5)}, "target_bits = 4, 5: .* some of 2, 3, 4, 8"),
+    ("gptq", "auto", {"target_bpw": 4, "target_bits": (4, 5)}, "target_bits = 4, 5: .* one or more of 2, 3, 4, 8"),
     ("awq", "auto", {"target_bpw": 3.5, "format": "awq"}, "the format awq holds codes of 4 bits, not 2, 3, 8"),
     ("gptq", "auto", {"target_bpw": 3.5, "format": "gguf"}, "the format gguf stores codes of one width"),
     ("gptq", "auto", {"target_bpw": 3.5, "layer_bits": {"q": 4}}, "layer_bits and target_bpw cannot both decide"),
