@@ -55,7 +55,6 @@ class SourceValues:
         return self.source.tensor(source_name(self.source, self.skeleton, parameter))
 
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Return only these rows."""
         name = source_name(self.source, self.skeleton, parameter)
         return torch.cat([self.source.rows(name, row, row + 1) for row in rows])
 

@@ -100,7 +100,6 @@ class _ScaleStudent:
         return self._divergence(hidden, self._targets.select(sequences))
 
     def step(self, number: int, sequences: list[int], _first: float) -> None:
-        """Move all scales."""
         tuning, inputs = self._tuning, self._inputs.chosen(sequences)
         rate = tuning.rate * min(1.0, (number + 1) / WARM_UP) * (1 + math.cos(math.pi * number / tuning.steps)) / 2
         flows = [inputs]

@@ -40,7 +40,6 @@ class EvaluationOptions:
     json: options.Json = None
 
     def run(self, evaluate: Callable[..., Result], evaluation: Values) -> Result:
-        """Call a function that evaluates the model."""
         if self.card and not (Path(self.artifact) / MANIFEST).is_file():
             raise typer.BadParameter(f"--card: {self.artifact} is not an artifact folder, so it has no card")
         with progress_bars() as progress:

@@ -89,7 +89,6 @@ def _in_process(model: ModelRef, engine: EngineSpec, settings: Values, notes: bo
 
 
 def _print_load(report: LoadReport) -> None:
-    """Print the result of a load test."""
     from quantkit.serving.client import KINDS, OK
 
     grid = Table("", "median", "p90", "p99", title=Text(one_line(f"{report.model} at {report.endpoint}", LONGEST)))

@@ -168,7 +168,6 @@ class CalibrationTokens:
 
     @cached_property
     def digest(self) -> str:
-        """Return the sha256 of the ids."""
         return hashlib.sha256(self.ids.tobytes()).hexdigest()
 
 

@@ -38,7 +38,6 @@ class Model:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of its files."""
         return self.artifact.folder if self.artifact else self._source.folder
 
     @property
@@ -67,7 +66,6 @@ class Model:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the source model's config.json."""
         return dict(self.artifact.manifest.source.config) if self.artifact else self._source.config
 
     @property
@@ -107,7 +105,6 @@ class Model:
 
     @property
     def weight_files(self) -> list[Path]:
-        """Return the weight files."""
         names = self.artifact.manifest.weight_files if self.artifact else self._source.weight_files
         return [self.folder / name for name in names]
 
@@ -117,7 +114,6 @@ class Model:
         return self.artifact.manifest.source.parameters if self.artifact else self._source.parameters
 
     def entry(self) -> ModelEntry:
-        """Return the model's entry in a report."""
         manifest = self.artifact.manifest if self.artifact else None
         return ModelEntry(
             label=self.label,

@@ -63,11 +63,9 @@ class NamedReader:
         return name if self._prefixes is None else self._prefixes.text(name) or name
 
     def names(self) -> list[str]:
-        """Return all names, in order."""
         return sorted(self._published)
 
     def read(self, name: str) -> Stored:
-        """Return the reader's value; raises ArtifactError."""
         stored: Stored = self._reader.read(self._published[name])
         return stored
 
@@ -81,10 +79,8 @@ class NamedReader:
         return shape
 
     def quantization(self) -> str:
-        """Return the reader's description."""
         return str(self._reader.quantization())
 
     def layout(self) -> Layout:
-        """Return the reader's layout; raises UnsupportedError."""
         layout: Layout = self._reader.layout()
         return layout

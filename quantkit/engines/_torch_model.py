@@ -175,11 +175,9 @@ class TorchModel:
         return torch.from_numpy(ids).to(self._model.device)
 
     def set_threads(self, threads: int) -> None:
-        """Set the number of torch threads."""
         torch.set_num_threads(threads)
 
     def to(self, dtype: str) -> None:
-        """Change the type that the model computes in."""
         self._model.to(getattr(torch, dtype))
         self.dtype = dtype
 

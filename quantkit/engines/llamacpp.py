@@ -62,7 +62,6 @@ class LlamaModel:
         self._batch = library.llama_batch_init(context.n_batch, 0, 1)
 
     def set_threads(self, threads: int) -> None:
-        """Set the number of threads."""
         self._c.llama_set_n_threads(self._context, threads, threads)
 
     def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:

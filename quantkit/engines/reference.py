@@ -81,7 +81,6 @@ class _Values(ABC):
         """Return some rows of a value outside the blocks."""
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """Return a value outside the blocks."""
         return _dense(self.read(parameter))
 
     def place(self, module: nn.Module, prefix: str, name: str, dtype: torch.dtype) -> None:

@@ -46,7 +46,6 @@ class CrossCheck:
         return self.apart <= MAX_APART and abs(self.shift) - 2 * self.shift_stderr <= MAX_SHIFT
 
     def lines(self) -> list[str]:
-        """Return the result as lines of text."""
         engine, word = self.native.engine.name, "agree"
         floor = "" if self.floor is None else f"; rounding the source to bfloat16 gives {self.floor:.2g}"
         if not self.agrees:

@@ -60,7 +60,6 @@ class ChosenEngine:
         return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
 
     def entry(self, loaded: LoadedEntry) -> EngineEntry:
-        """Return the engine's entry in a report."""
         return EngineEntry(
             name=self.name,
             version=self.version,

@@ -51,7 +51,6 @@ class MemoryNeed(MemoryEstimate):
 
     @property
     def words(self) -> str:
-        """Describe the need for the screen."""
         how = f"{self.engine}, block by block" if self.walk else self.engine
         return f"{how}, {self.memory / 1e9:.2f} GB" if self.phases else how
 

@@ -239,7 +239,6 @@ class ResumeFile:
         self._next = end + (end - begin) / WRITING_SHARE
 
     def remove(self) -> None:
-        """Remove the file."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 

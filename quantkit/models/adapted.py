@@ -304,7 +304,6 @@ class AdaptedSource(OverriddenSource):
             copy_files(self.side_files(), folder)
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer of the side files."""
         return self.base.tokenizer() if self._tokenizer_folder is None else self._own_tokenizer
 
     @cached_property

@@ -131,7 +131,6 @@ class Adapter:
 
     @cached_property
     def entry(self) -> AdapterEntry:
-        """Return the adapter's entry in a manifest."""
         hashes = {name: sha256_of(self.folder / name) for name in (CONFIG, WEIGHTS)}
         return AdapterEntry(name=self.name, kind=self.kind, hashes=hashes)
 

@@ -37,7 +37,6 @@ class Grid:
 
     @property
     def top(self) -> int:
-        """Return the largest code."""
         return (1 << self.bits) - 1
 
 

@@ -145,7 +145,6 @@ class Manifest(WithSeldom):
         return (*self.notes, *([self.calibration.sentence] if self.calibration else []))
 
     def to_text(self) -> str:
-        """Return the content of the file."""
         return self.model_dump_json(indent=2) + "\n"
 
 

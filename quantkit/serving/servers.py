@@ -92,7 +92,6 @@ class ServerPlan:
 
     @property
     def url(self) -> str:
-        """Return the base URL of the API."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.port}/v1"
 

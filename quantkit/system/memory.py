@@ -32,12 +32,10 @@ class MemoryEstimate:
 
     @property
     def memory(self) -> int:
-        """Return the bytes at the peak."""
         return self.process + max(self.phases.values(), default=0)
 
     @property
     def peak_phase(self) -> str:
-        """Return the phase that needs most."""
         return max(self.phases, key=lambda name: self.phases[name])
 
     def compared_with(self, available: int) -> tuple[str, str]:

@@ -214,7 +214,6 @@ class Vocabulary:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Return the keys that `write` adds."""
         import gguf
 
         writer = gguf.GGUFWriter(None, "")
