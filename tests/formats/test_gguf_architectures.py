@@ -330,7 +330,7 @@ CHANGES = {
     "other divisors": (llama3(8.0), llama3(4.0), "other divisors"),
     "heads": ({}, {"num_attention_heads": 8, "head_dim": 8}, r"k_proj\.weight has .* \(32, 64\), but .* \(16, 64\)"),
     "bias": ({}, {"attention_bias": False}, r"do not belong in a GGUF file .*self_attn\.\w_proj\.bias"),
-    "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|no place"),
+    "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|do not belong"),
 }
 
 

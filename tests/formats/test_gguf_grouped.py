@@ -187,7 +187,7 @@ def test_a_finished_block_comes_back_as_it_was_added(bits, tiny, tmp_path):
     [
         ("3", {}, RecipeError, "4 bits .Q4_0. and 8 bits .Q8_0., not 3"),
         ("4", {"sym": False}, RecipeError, "no zero points"),
-        ("4", {"group_size": 16}, UnsupportedError, "one for 16: give a group_size that is a multiple of 32"),
+        ("4", {"group_size": 16}, UnsupportedError, "one per 16: give a group_size that is a multiple of 32"),
     ],
 )
 def test_what_no_block_holds_is_refused_at_once(bits, options, kind, says, tiny, tmp_path):

@@ -59,8 +59,8 @@ BIASES = [f"model.layers.{block}.self_attn.k_proj.bias" for block in range(3)]
     [
         ("llama", lambda t: t.pop(UP), {}, SourceError, f"lacks 1 tensors .* {UP}"),
         ("qwen2", lambda t: [t.pop(name) for name in BIASES], {}, SourceError, f"lacks 3 tensors .* {BIASES[0]}"),
-        ("llama", lambda t: t.update({MORE: torch.zeros(4)}), {}, UnsupportedError, f"no place .* {MORE}"),
-        ("llama, tied", None, {"attention_bias": False}, UnsupportedError, r"no place .*self_attn\.\w_proj\.bias"),
+        ("llama", lambda t: t.update({MORE: torch.zeros(4)}), {}, UnsupportedError, f"do not belong .* {MORE}"),
+        ("llama, tied", None, {"attention_bias": False}, UnsupportedError, r"do not belong .*self_attn\.\w_proj\.bias"),
     ],
 )
 def test_missing_and_unknown_tensors_are_refused(name, change, config, kind, says, architecture, tmp_path):

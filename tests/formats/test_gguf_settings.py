@@ -60,7 +60,7 @@ REFUSED = {
     ],
     "hy_v3": [({"mlp_layer_types": ["dense"]}, r"mlp_layer_types = \['dense'\], and 3 blocks")],
     "minicpm3": [({"q_lora_rank": None}, "q_lora_rank = None, but llama.cpp needs a")],
-    "granite_swa": [({"layer_rope_theta": [1e4, 5e5, 0]}, "layer_rope_theta = .*, but llama.cpp has")],
+    "granite_swa": [({"layer_rope_theta": [1e4, 5e5, 0]}, "layer_rope_theta = .*, but llama.cpp supports")],
     "mellum": [
         ({"layer_types": [SLIDE, FULL, SLIDE]}, "rope_theta = .*, but llama.cpp has one"),
         ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, r"mlp_layer_types = .*, but llama\.cpp has \['sparse'"),

@@ -81,7 +81,7 @@ def test_iq_types_without_importance_are_refused_before_the_work(tmp_path, tiny)
     with pytest.raises(RecipeError, match="IQ3_XS needs an importance matrix"):
         job_for(tiny, "IQ3_XS", tmp_path / "none").check()
     types = {"ffn_up": "IQ3_XXS"}
-    with pytest.raises(RecipeError, match=r"blk\.0\.ffn_up\.weight has none, as 3 more tensors\. Add --imatrix"):
+    with pytest.raises(RecipeError, match=r"blk\.0\.ffn_up\.weight has none, nor have 3 more tensors\. Add --imatrix"):
         job_for(tiny, "Q4_K_M", tmp_path / "one", tensor_type=types).check()
     for options in ({"imatrix": True}, {"rounding": "gptq"}):
         assert job_for(tiny, "Q4_K_M", tmp_path / "given", tensor_type=types, **options).check()

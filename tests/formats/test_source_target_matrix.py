@@ -50,7 +50,7 @@ REASONS = {
     "e": "which it keeps stacked",
     "z": "have no zero points|has zero points of 0",
     "o": "cannot store an order of columns",
-    "b": "(holds|stores) (grouped )?codes of .* bits",
+    "b": "(holds|stores) (grouped )?codes of .*bits",
     "l": "has no linear layer at",
     "g": "has no GGUF conversion",
     "u": "converter has no loader",

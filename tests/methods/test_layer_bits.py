@@ -251,7 +251,7 @@ REFUSED = [
     ("awq", "auto", {"target_bpw": 3.5, "format": "awq"}, "the format awq holds codes of 4 bits, not 2, 3, 8"),
     ("gptq", "auto", {"target_bpw": 3.5, "format": "gguf"}, "the format gguf stores codes of one width"),
     ("gptq", "auto", {"target_bpw": 3.5, "layer_bits": {"q": 4}}, "layer_bits and target_bpw cannot both decide"),
-    ("gptq", "auto", {"layer_bits": {"mlp": 4}}, "layer_bits gives model.layers.0.self_attn.q_proj no bits"),
+    ("gptq", "auto", {"layer_bits": {"mlp": 4}}, "layer_bits has no bits for model.layers.0.self_attn.q_proj"),
     ("gptq", "4", {"layer_bits": {"mlp": 5}}, "mlp=5 gives unknown bits. Layers can have 2, 3, 4, 8"),
     ("gptq", "4", {"layer_bits": {"mlp(": 8}}, "is not a regular expression"),
     ("gptq", "4", {"layer_bits": {"fc1": 8}}, "the pattern 'fc1' matches no layer's name"),

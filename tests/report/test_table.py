@@ -81,7 +81,7 @@ NO_TABLES = {
     "{": "sheet.json",
     "[" * 100_000: "sheet.json",
     '{"reports": [5]}': "has no report",
-    '{"parts": [3]}': "no list of tables",
+    '{"parts": [3]}': "not a list of tables",
     '{"parts": []}': "at least one report",
     '{"parts": [{"machine": "a", "reports": []}]}': "at least one report",
     '{"parts": [{"machine": "a", "reports": [{}]}]}': "sheet.json",
@@ -224,7 +224,7 @@ def test_the_noise_floor_is_the_source_where_that_was_judged_in_bfloat16():
     assert any(floor in note for note in Table((source,)).notes(full=True))
     source = source.model_copy(update={"engine": source.engine.model_copy(update={"dtype": "bfloat16"})})
     [note] = [note for note in Table((source,)).notes(full=True) if "Noise floor" in note]
-    assert f"the source in bfloat16 has a KLD of {source.find('kld').text(5)}; keeping" in note
+    assert f"the source in bfloat16 has a KLD of {source.find('kld').text(5)}; storing" in note
 
 
 def of_model(one, name, **changes):
