@@ -90,8 +90,8 @@ def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: 
     dense_as = f"in a {classes[dense[0]]}" if dense and dense[0] in classes else "stacked"
     if not quantized:
         raise UnsupportedError(
-            f"transformers replaces no layer of {shown(config.get('model_type'))} (not {dense[0]}, which it "
-            f"keeps {dense_as}), so nothing would be quantized"
+            f"transformers makes no layer of {shown(config.get('model_type'))} a bitsandbytes layer (not {dense[0]}, "
+            f"which it keeps {dense_as}), so nothing would be quantized"
         )
     others = sorted(found[name].removesuffix(".weight") for name in found.keys() - set(linears))
     return Replaced(quantized, dense, dense_as, (*sorted(usual), *others) if others else ())
@@ -121,9 +121,9 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
         scales = 8 / RUN + 32 / (RUN * 256) if (layout.settings or {}).get("double_quant", True) else 32 / RUN
         bits = (quantized * (4 + scales) + rest * (32 if layout.dtype == "float32" else 16)) / source.parameters
         left = (
-            f"transformers replaces {len(shapes)} of {len(linears)} linear layers of {source.architecture!r} "
-            f"(not {replaced.dense[0]}, which it keeps {replaced.dense_as}), {share:.1%} of their weights: the file "
-            f"has {bits:.2f} bits per weight"
+            f"bitsandbytes quantizes only {len(shapes)} of {len(linears)} linear layers of {source.architecture!r} "
+            f"(not {replaced.dense[0]}, which transformers keeps {replaced.dense_as}), {share:.1%} of their weights: "
+            f"the file has {bits:.2f} bits per weight"
         )
         if share < layout.min_quantized:
             raise UnsupportedError(f"{left}. Give --min-quantized {math.floor(share * 100) / 100:g} to accept that")

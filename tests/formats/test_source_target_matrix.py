@@ -47,7 +47,7 @@ REASONS = {
     "k": "has no grouped codes",
     "v": "has layers of several kinds",
     "f": "converter reads checkpoint folders of floats",
-    "e": "which it keeps stacked",
+    "e": "keeps stacked",
     "z": "have no zero points|has zero points of 0",
     "o": "cannot store an order of columns",
     "b": "(holds|stores) (grouped )?codes of .*bits",
