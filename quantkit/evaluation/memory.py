@@ -243,7 +243,7 @@ def plan_memory(
         needed, free = in_one_unit(need.memory, _limit(need.device, limits))
         note = (
             f"{what} was computed block by block by the reference engine: {engine.name} would need {needed} of "
-            f"{memory_of(need.device)} , and {free} were free"
+            f"{memory_of(need.device)}, and {free} were free"
         )
     return MemoryPlan(changed, walking, (note,))
 

@@ -127,7 +127,7 @@ class Adapter:
             for start, stop in info.slabs():
                 data = read_rows(folder, info, start, stop).view(STORED[info.dtype])
                 if bad := count_unusable(data, info.dtype):
-                    raise self._wrong(name, f"has {bad} values that are NaN, infinite or above 2^64")
+                    raise self._wrong(name, f"has {bad} NaN or infinite values, or values above 2^64")
 
     @cached_property
     def entry(self) -> AdapterEntry:

@@ -192,7 +192,7 @@ def test_the_command(tmp_path):
         fails("bench", "--endpoint", server.url, "--model", "tiny", "--requests", 2)  # nothing was answered
     done = quantkit("bench", "demo", "--concurrency", 4)
     assert done.code == 2
-    assert "--concurrency is for a server" in done.err
+    assert "--concurrency is for servers" in done.err
 
 
 @pytest.mark.parametrize("url", [
