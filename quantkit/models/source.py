@@ -180,7 +180,7 @@ def refuse_non_finite(source: Source, advance: Callable[[int], None] = lambda _v
         for start, stop in info.slabs():
             if bad := count_unusable(source.stored(name, start, stop), info.dtype):
                 raise SourceError(
-                    f"{source.model}: the tensor {name} in {info.file} has {bad} values that are NaN, infinite or "
+                    f"{source.model}: the tensor {name} in {info.file} has {bad} NaN or infinite values, or values "
                     "above 2^64. The checkpoint is damaged: fetch it again or use another revision."
                 )
         advance(info.parameters)

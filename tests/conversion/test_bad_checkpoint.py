@@ -278,7 +278,7 @@ def test_two_models_in_one_folder(folder):
 @pytest.mark.parametrize(("method", "value"), [("rtn", float("nan")), ("gguf", float("inf"))])
 def test_weights_that_are_not_finite(method, value, tiny):
     folder = changed_copy(tiny, Path("model"), lambda tensors: tensors[UP].view(-1)[5:7].fill_(value))
-    says = (f"the tensor {UP} in model.safetensors holds 2 NaN or infinite values", "fetch it again")
+    says = (f"the tensor {UP} in model.safetensors has 2 NaN or infinite values", "fetch it again")
     refused(folder, *says, method=method)
 
 
