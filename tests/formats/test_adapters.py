@@ -243,7 +243,7 @@ def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(
     [
         (lambda t: {n.replace("layers.1", "layers.9"): v for n, v in t.items()}, r"layers\.9.*no such tensor"),
         (lambda t: {n: v[:, :64] if "_A" in n else v for n, v in t.items()}, r"\(128, 64\), but it is \(128, 128\)"),
-        (lambda _: {"model.layers.1.mlp.up_proj.weight": torch.ones(300, 128)}, r"\(300, 128\), and \(256, 128\)"),
+        (lambda _: {"model.layers.1.mlp.up_proj.weight": torch.ones(300, 128)}, r"\(300, 128\), but \(256, 128\)"),
         (lambda t: t | {n.removeprefix("model."): v for n, v in t.items()}, "two names"),
         (
             lambda _: {f"{TABLE}.lora_A.weight": torch.ones(4, 128), f"{TABLE}.lora_B.weight": torch.ones(304, 4)},

@@ -168,7 +168,7 @@ def test_llama_cpp_computes_what_transformers_computes_of_codes(gpt_oss, tmp_pat
         ("gpt_oss", lambda _, t: t.pop(SCALES), f"lacks the tensor {SCALES}"),
         ("gpt_oss", lambda _, t: t[SCALES].fill_(255), "are not finite"),
         ("gpt_oss", lambda _, t: t.update({SCALES: t[SCALES][:, 1:]}), r"shapes .*, not \(experts, N"),
-        ("gpt_oss", lambda _, t: t.update({GATE_UP + p: t[GATE_UP + p][:1] for p in PARTS}), "asks for"),
+        ("gpt_oss", lambda _, t: t.update({GATE_UP + p: t[GATE_UP + p][:1] for p in PARTS}), "requires"),
         ("gpt_oss", lambda _, t: t.update({GATE_UP: torch.ones(1)}), "twice"),
         ("gpt_oss", lambda _, t: [t.pop(name + part) for name in STACKS for part in PARTS], "but no tensor is"),
     ],
