@@ -190,7 +190,7 @@ def header(entries):
 CODE = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
 DAMAGE = [
     (config(intermediate_size=128), ("(256, 128)", "(128, 128)", "config.json that belongs")),
-    (config(quantization_config={"quant_method": "mxfp4"}), ("quantized (mxfp4), but no tensor is", "Take quant")),
+    (config(quantization_config={"quant_method": "mxfp4"}), ("quantized (mxfp4), but no tensor is", "Remove quant")),
     (config(quantization_config={"quant_method": "hqq"}), ("already quantized ('hqq'", "Give the unquantized model")),
     (config(model_type="zamboni", auto_map=CODE), ("needs its own code", "does not run")),
     (removed("config.json"), ("model has no config.json", "Give the folder that has it")),
@@ -267,7 +267,7 @@ def test_two_models_in_one_folder(folder):
     for file in set(places.values()):
         save_file({name: weights[name] for name in weights if places[name] == file}, folder / file)
     indexed(places)(folder)
-    refused(folder, "holds model.safetensors and an index of other files (a.safetensors, b.safetensors")
+    refused(folder, "has model.safetensors and an index of other files (a.safetensors, b.safetensors")
     (folder / "model.safetensors").unlink()
     open_checkpoint(folder, "model")
     moved = next(iter(weights))

@@ -116,7 +116,7 @@ def test_calibration_beyond_the_context_gets_a_note(tiny, tmp_path):
 
 def test_calibration_beyond_a_table_of_positions_is_refused(tmp_path):
     model = save_architecture(tmp_path / "gpt2", "gpt2", changes={"n_positions": 24})
-    says = "calibration sequences of 25 tokens are longer than the 24 positions"
+    says = "calibration sequences of 25 tokens are longer than the model's 24 positions"
     refused(model, "gptq", UnsupportedError, says, length=25)
     spec = CalibrationSpec(**{**CALIBRATION, "length": 25})
     with pytest.raises(UnsupportedError, match=says):

@@ -171,7 +171,7 @@ def test_a_kept_tensor_that_changed_or_is_missing_is_refused(source_of, made, tm
     with pytest.raises(ArtifactError, match=f"lacks the tensor {name}"):
         open_stored(open_artifact(folder), find_format("gptq"))
     nan = changed_copy(source_of("mistral3"), tmp_path / "nan", lambda tensors: tensors[name].fill_(torch.nan))
-    with pytest.raises(SourceError, match=rf"the tensor {name} in model\.safetensors holds \d+ NaN"):
+    with pytest.raises(SourceError, match=rf"the tensor {name} in model\.safetensors has \d+ NaN"):
         convert(str(nan), "rtn", out=tmp_path / "out")
     finish = CheckpointWriter.finish
 

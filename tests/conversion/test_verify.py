@@ -59,7 +59,7 @@ EDITS = [
     ("rtn", put("recipe", "method", value="gptq"), "it has no calibration"),
     ("awq", put("format", value="gptq"), "it names the format gptq, but the files are not"),
     ("rtn", put("calibration_sha256", value="0" * 64), "it has a calibration"),
-    ("gguf", put("recipe", "bits", value="Q8_0"), "bits is 'Q8_0' there, but 'Q4_K_M' in the files"),
+    ("gguf", put("recipe", "bits", value="Q8_0"), "bits is 'Q8_0' there, but 'Q4_K_M' or 'auto' in the files"),
     ("float", put("recipe", "bits", value="bfloat16"), "bits is 'bfloat16' there, but 'float16' in the files"),
     ("rtn", put("options", "group_size", value=64), "group_size is 64 there, but 128 in the files"),
     ("nf4", put("options", "double_quant", value=False), "double_quant is False there"),
@@ -139,7 +139,7 @@ def test_damaged_tensors_are_refused_though_their_hashes_are_right(method, chang
     ("method", "change", "counts", "says"),
     [
         ("awq", lambda tensors: tensors.pop(EMBEDDING), {"float16": -1}, f"lacks the tensor {EMBEDDING}"),
-        ("nf4", added("model.extra.weight"), {"bfloat16": 1}, "holds the tensor model.extra.weight, which the model"),
+        ("nf4", added("model.extra.weight"), {"bfloat16": 1}, "has the tensor model.extra.weight, which the model"),
         ("rtn", changed(NORM, torch.Tensor.float), {"float16": -1, "float32": 1}, "and its config.json says"),
     ],
 )
