@@ -129,7 +129,7 @@ def killed(bench: Bench) -> None:
         again = subprocess.run(
             [*TWO, *bench.convert(out)], check=True, env=bench.variables, capture_output=True, text=True
         )
-        bench.require("the same command goes on", f"going on after {blocks} finished decoder blocks" in again.stderr)
+        bench.require("the same command goes on", f": {blocks} finished decoder blocks" in again.stderr)
         bench.require("and gives the undisturbed bytes", digests(out) == digests(bench.folder / "quiet"))
 
 

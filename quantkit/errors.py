@@ -1,4 +1,4 @@
-"""The tree of errors a user can meet. Each message says what, where, the value it got, and the fix."""
+"""The errors that quantkit raises. Each message names the problem, the place and the fix."""
 
 import difflib
 import hashlib
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 
 DISTRIBUTION = "quantkit-lm"  # what pip installs; quantkit alone is another project's name there
-LONGEST = 1500  # characters of a message; of a longer one the middle is left out
-LONGEST_REASON = 300  # characters of what somebody else's error says
+LONGEST = 1500  # characters of a message; a longer one loses its middle
+LONGEST_REASON = 300  # characters of a library's error text
 # What libraries say where memory ran out, in errors that are no MemoryError: torch, C++, the kernel, threads.
 NO_MEMORY = re.compile(
     r"can(?:'t|not) allocate memory|bad_alloc|out of memory|can't start new thread|failed to map segment"
@@ -20,7 +20,7 @@ AMOUNT = re.compile(r"\d[\d.,]*\s*(?:[KMGTPE]i?B|bytes)\b", re.IGNORECASE)
 class QuantkitError(Exception):
     """Any error that quantkit explains in one line. The command line prints it and ends with code 1.
 
-    What a message repeats of a user's file or of a foreign error is made one printable line of bounded length.
+    The message is one printable line of bounded length, as it may quote a user's file or a library's error.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -44,7 +44,7 @@ class UnsupportedError(QuantkitError):
 
 
 class ValuesError(UnsupportedError):
-    """Values beyond what is stored. Other methods' checks read no values, so nobody knows which would take them."""
+    """Values that the target type cannot hold. Checks read no values, so no other method is suggested."""
 
 
 class ArtifactError(QuantkitError):
@@ -52,7 +52,7 @@ class ArtifactError(QuantkitError):
 
 
 class OutputError(QuantkitError):
-    """An output folder that exists already, or a disk that is too small."""
+    """An output that exists already or cannot be written, or a disk that is too small."""
 
 
 class ResourceError(QuantkitError):
@@ -60,11 +60,11 @@ class ResourceError(QuantkitError):
 
 
 class TextError(QuantkitError):
-    """A text that cannot be found or is too short for what was asked."""
+    """A text that is missing or too short."""
 
 
 class DependencyError(QuantkitError):
-    """An optional package is missing; the message holds the pip line that mends it."""
+    """An optional package is missing; the message has the pip command that installs it."""
 
 
 class EngineError(QuantkitError):
@@ -72,19 +72,19 @@ class EngineError(QuantkitError):
 
 
 class HubError(QuantkitError):
-    """The Hugging Face Hub cannot be reached, refuses, or holds what must not be mixed with an artifact."""
+    """The Hugging Face Hub is unreachable, refuses, or has files that must not be mixed with an artifact."""
 
 
 class RankError(QuantkitError):
-    """Another of the processes that share one piece of work has ended, or did not come."""
+    """Another process of a shared conversion has ended, or never started."""
 
 
 class ReportError(QuantkitError):
-    """Reports that must not stand in one table, or that cannot be read."""
+    """Reports that cannot be read, or cannot be in one table."""
 
 
 def near_miss(value: object, known: Iterable[object]) -> str:
-    """Return `` Did you mean 'x'?`` where a known name is close to `value`, else an empty string."""
+    """Return `` Did you mean 'x'?`` if a known name is close to `value`, else an empty string."""
     close = difflib.get_close_matches(str(value).lower(), [str(k).lower() for k in known], n=1, cutoff=0.6)
     if not close:
         return ""
@@ -93,8 +93,8 @@ def near_miss(value: object, known: Iterable[object]) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """`text` as one printable line of at most `most` characters; of a longer one the middle is left out."""
-    if len(text) > 4 * most:  # nothing is done with megabytes
+    """Return `text` as one printable line of at most `most` characters; a longer one loses its middle."""
+    if len(text) > 4 * most:  # keeps the regular expressions fast on megabytes
         text = f"{text[: 2 * most]} {text[-2 * most :]}"
     text = re.sub(r"\s*[\r\n\u2028\u2029]+\s*", " ", text)
     text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
@@ -102,7 +102,7 @@ def one_line(text: str, most: int) -> str:
 
 
 def cut(text: str, most: int, joint: str) -> str:
-    """`text`; one of more than `most` bytes cut there, and after the `joint` a hash that tells it from others."""
+    """Return `text`; cut after `most` bytes, followed by `joint` and a hash that makes it unique."""
     whole = text.encode()
     if len(whole) <= most:
         return text
@@ -110,9 +110,9 @@ def cut(text: str, most: int, joint: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a foreign error says, in one short line without a full stop; its kind where its words say too little."""
+    """Return a library's error message as one short line without a full stop, or its type if it has no message."""
     lines = str(error).strip().splitlines()
-    first = 1 + (lines[0].rstrip().endswith(":") if lines else 0)  # what it says stands below its title
+    first = 1 + (lines[0].rstrip().endswith(":") if lines else 0)  # the first line is only a title
     text = one_line(" ".join(lines[:first]), LONGEST_REASON).rstrip(". ")
     if not text:
         return type(error).__name__
@@ -120,9 +120,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def shortage_of(error: BaseException) -> str | None:
-    """One line that says that memory ran out, with how much was asked where the error tells it; None for others.
+    """Return one line if memory ran out, with the requested amount if the error has it; None for other errors.
 
-    The error that it was raised for counts, too.
+    Also looks at the errors that caused this one.
     """
     seen: set[int] = set()
     at: BaseException | None = error
@@ -131,12 +131,10 @@ def shortage_of(error: BaseException) -> str | None:
         text = str(at)
         if isinstance(at, MemoryError) or NO_MEMORY.search(text):
             asked = AMOUNT.search(text)
-            amount = f": {asked.group()} more were asked for" if asked else f" ({reason_of(at)})"
+            amount = f": {asked.group()} more were requested" if asked else f" ({reason_of(at)})"
             if type(at).__name__ == "OutOfMemoryError":  # torch's, of a GPU
-                return f"the GPU's memory ran out{amount}. End what else uses the GPU, or give --device cpu."
-            return (
-                f"the memory that this process may take ran out{amount}. Free some, raise its limit, or ask for less."
-            )
+                return f"the GPU's memory ran out{amount}. Stop other processes on the GPU, or give --device cpu."
+            return f"this process ran out of memory{amount}. Free some memory or raise the process's limit."
         at = at.__cause__ or at.__context__
     return None
 
@@ -147,9 +145,9 @@ def pip_line(extra: str = "") -> str:
 
 
 def missing_package(package: str, extra: str, error: ImportError) -> QuantkitError:
-    """Say which extra brings an optional package, or that there was too little memory to load it."""
+    """Return an error that names the extra to install, or one for too little memory to load the package."""
     if short := shortage_of(error):
         return ResourceError(short)
     return DependencyError(
-        f"the package {package} is needed here and cannot be imported ({error}). Install it with: {pip_line(extra)}"
+        f"the package {package} is required and cannot be imported ({error}). Install it with: {pip_line(extra)}"
     )

@@ -111,7 +111,7 @@ ARCHITECTURES = {
     ),
     "falcon, alibi": tiny(
         "FalconConfig", 4, NAMES, alibi=True, multi_query=False, parallel_attn=False, bias=True,
-        not_gguf="alibi = True, and llama.cpp has False",
+        not_gguf="alibi = True, but llama.cpp has False",
     ),
     "mpt": tiny("MptConfig", 4, d_model=HIDDEN, n_layers=LAYERS, n_heads=HEADS, max_seq_len=POSITIONS),
     "opt": tiny("OPTConfig", 6, NAMES, ffn_dim=INNER, word_embed_proj_dim=32),

@@ -80,7 +80,7 @@ def _unlike_a_refusal(code: int, err: str) -> str:
     if code == 2 and err.lower().startswith("error:"):
         code = 1
     lines = err.splitlines()
-    if len(lines) > 1 and "kept in" in lines[0]:  # that work is kept is told before
+    if len(lines) > 1 and "Run the same command to continue" in lines[0]:  # that work is kept is told before
         err = "\n".join(lines[1:])
     if code != 1:
         return f"code {code}"
@@ -102,6 +102,6 @@ def _left(folder: Path, result: dict[str, object]) -> list[str]:
     found = {path.relative_to(here).as_posix() for path in here.rglob("*")} - before
     passing = {name for name in found if any(part.endswith(PASSING) for part in name.split("/"))}
     temporary = [f"TMPDIR/{path.name}" for path in (folder / "tmp").iterdir()]
-    kept = "kept in" in str(result["err"])
+    kept = "Run the same command to continue" in str(result["err"])
     wrong = (set() if kept else found) if result["code"] else passing
     return sorted(temporary) + sorted(wrong)

@@ -1,1 +1,1 @@
-"""The one walk through a model's blocks, and all that is learned on it."""
+"""Calibration: the walk through a model's blocks, and everything that is measured or trained on it."""

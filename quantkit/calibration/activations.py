@@ -1,10 +1,10 @@
-"""What flows from decoder block to decoder block, in memory or in files without names, and what blocks are called with.
+"""Activations between decoder blocks, in memory or in unlinked files, and the arguments of blocks.
 
 `Activations` are the hidden states. Some blocks also pass tensors to later blocks, such as keys and values that several
-blocks use: transformers gives all blocks one mapping for them. Here each call of a block gets a `Shelf` instead, which
+blocks use: transformers passes all blocks one mapping for them. Here each call of a block gets a `Shelf` instead, which
 reads and writes stores with a row for every sequence. The other arguments of blocks are recorded once (`Calls`) and
-passed again for any sequences. Most are the same for every text of one length, so those of one sequence are kept.
-Tensors that depend on the text, such as embeddings for each block, are kept for all sequences.
+passed again for any sequences. Most are the same for every text of one length, so one sequence's are stored.
+Tensors that depend on the text, such as per-block embeddings, are stored for all sequences.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from quantkit.models.architectures import block_of, running
 from quantkit.models.stand_in import Arguments, Recorder, is_shelf
 
 DTYPE = torch.bfloat16
-Output = torch.Tensor | tuple[torch.Tensor, ...]  # of a block, as it returns it
+Output = torch.Tensor | tuple[torch.Tensor, ...]  # return value of a block
 Spot = tuple[Any, ...]  # a block's number, the name of its argument, and numbers in tuples
-Key = tuple[str, Hashable]  # which of the blocks' arguments, and the key in it
+Key = tuple[str, Hashable]  # (name of the blocks' argument, key in it)
 Tensors = tuple[torch.Tensor, ...]
 
 
 class Store:
-    """A tensor of the shape `each` for every one of S sequences, in memory or in the file `path`.
+    """A tensor of shape `each` for each of S sequences, in memory or in the file `path`.
 
-    In one tensor of several sequences, these are the axis `axis`.
+    In a tensor of several sequences, `axis` is the axis of sequences.
     """
 
     def __init__(
@@ -83,29 +83,29 @@ class Store:
 
 
 def unlinked(path: Path) -> FileIO:
-    """Open a new file without a name: it lives until it is closed, and a kill leaves nothing behind."""
+    """Open a new file without a name: it exists until it is closed, so a kill leaves no file."""
     file = FileIO(path, "w+")
     path.unlink()
     return file
 
 
 def transfer(file: FileIO, action: Literal["readinto", "write"], place: int, data: torch.Tensor) -> None:
-    """Read a contiguous tensor of the processor's memory from `place` of the file, or write it there."""
-    # Not through numpy, which would fix the size of the tensor's storage for good.
+    """Read a contiguous CPU tensor from `place` in the file, or write it there."""
+    # Not through numpy, which would fix the size of the tensor's storage.
     view = memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
     file.seek(place)
     done = 0
     while done < len(view):
         moved = getattr(file, action)(view[done:])
         if not moved:
-            raise OSError("activations that were put into a file could not be read back")
+            raise OSError("activations in a file could not be read back")
         done += moved
 
 
 class Shared:
-    """What blocks hand to later ones for S sequences, in memory or in files at `path`.
+    """Values that blocks pass to later ones for S sequences, in memory or in files at `path`.
 
-    What a block puts is seen by the blocks after it, and by itself in the same call: it may run again and again.
+    Later blocks see a block's values; the block itself sees them only in the same call, since it may run repeatedly.
     """
 
     def __init__(self, sequences: int, path: Path | None) -> None:
@@ -121,7 +121,7 @@ class Shared:
         self._made = {}
 
     def keys(self, argument: str) -> list[Key]:
-        """What earlier blocks have put into one of the blocks' arguments."""
+        """Return the keys that earlier blocks have put into one of the blocks' arguments."""
         return [key for key in self._earlier if key[0] == argument]
 
     def stores(self) -> list[Store]:
@@ -131,11 +131,11 @@ class Shared:
         return tuple(store.select(sequences) for store in (self._made if own else self._earlier)[key])
 
     def write(self, key: Key, sequences: Sequence[int], values: Tensors) -> None:
-        """What a block puts for some sequences; raises UnsupportedError where it is not one tensor for each of them."""
+        """Store a block's values for some sequences; raises UnsupportedError unless each is a tensor."""
         each = isinstance(values, tuple) and all(isinstance(v, torch.Tensor) and v.ndim > 1 for v in values)
         if not each or any(len(value) != len(sequences) for value in values):
             raise UnsupportedError(
-                "the blocks of this architecture hand on something else than tensors of each sequence, so they cannot "
+                "the blocks of this architecture pass on other values than a tensor per sequence, so they cannot "
                 "be computed one by one"
             )
         if key not in self._made:
@@ -144,7 +144,7 @@ class Shared:
             store.put(sequences, value)
 
     def add(self, key: Key, sequences: Sequence[int], values: Tensors) -> None:
-        """Add to what is stored in float32 for some sequences, zeros at first."""
+        """Add to the float32 values of some sequences, which start at zero."""
         if key not in self._earlier:
             stores = tuple(Store(self._count, (*v.shape[1:],), torch.float32, self._path) for v in values)
             for store, value in zip(stores, values, strict=True):
@@ -162,7 +162,7 @@ class Shared:
 
 @dataclass
 class Traced:
-    """What one call of a block takes from others, as leaves of its graph, and what it puts, with its graph."""
+    """Shared values that one call of a block takes (leaves of its graph), and values that it puts (with its graph)."""
 
     taken: dict[Key, Tensors] = field(default_factory=dict)
     made: dict[Key, Tensors] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Traced:
 class Shelf(MutableMapping[Hashable, Tensors]):
     """The mapping that all blocks share, their argument `argument`, in one call of a block for some sequences.
 
-    With `traced`, tensors have a graph and what the block puts is not stored.
+    With `traced`, tensors have a graph, and the block's values are not stored.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Shelf(MutableMapping[Hashable, Tensors]):
             self._traced.made[self._argument, key] = value
 
     def __delitem__(self, key: Hashable) -> None:
-        raise UnsupportedError("the blocks of this architecture take back what others shared, which is not kept")
+        raise UnsupportedError("blocks of this architecture remove shared values, which is not supported")
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._own | {key for _, key in self._shared.keys(self._argument)})
@@ -214,9 +214,9 @@ class Shelf(MutableMapping[Hashable, Tensors]):
 class Activations(Store):
     """Hidden states (S, T, D) of S sequences of T tokens, in memory or in a file, and the `arguments` of each block.
 
-    If a token has several `states`, those of n sequences are (states, n, T, D). `shared` is what blocks pass to later
-    ones, `numbers` say which of the recorded sequences these are, `of_text` is what was recorded of each text.
-    `settings` is transformers' configuration, for messages; `held_bytes` is the memory that all of it takes.
+    If a token has several `states`, n sequences are (states, n, T, D). `shared`: values that blocks pass to later
+    ones; `numbers`: indices of these among the recorded sequences; `of_text`: recorded values per text.
+    `settings`: transformers' configuration, for messages; `held_bytes`: memory of all of this.
     """
 
     def __init__(
@@ -244,14 +244,14 @@ class Activations(Store):
         super().close()
 
     def like(self, path: Path | None = None, numbers: Sequence[int] | None = None) -> Activations:
-        """New ones of the same shape and arguments, for the same sequences or for others of the recorded ones."""
+        """Return new activations of the same shape and arguments, for the same or other recorded sequences."""
         numbers = self.numbers if numbers is None else numbers
         new = Activations(len(numbers), *self.shape[1:], path, self.dtype, self.states)
         new.numbers, new.arguments, new.settings = numbers, self.arguments, self.settings
         return new
 
     def chosen(self, sequences: Sequence[int]) -> Activations:
-        """A copy of some sequences, in memory, before any block has run on it."""
+        """Return a copy of some sequences in memory, before any block has run on them."""
         copy = self.like(numbers=[self.numbers[sequence] for sequence in sequences])
         copy.write(0, self.select(sequences))
         return copy
@@ -270,11 +270,11 @@ class Activations(Store):
         values: dict[str, torch.Tensor] | None = None,
         traced: Traced | None = None,
     ) -> Output:
-        """What block `index` makes of the states `hidden` (B, T, D) of some sequences, on the block's device.
+        """Return block `index`'s output for the states `hidden` (B, T, D) of some sequences, on the block's device.
 
-        `values` replace the values of its parameters; `traced` is passed to its `Shelf`.
+        `values` replace its parameters; `traced` is passed to its `Shelf`.
         """
-        # No function in here that calls itself: it would hold `hidden` until the garbage collector comes by.
+        # No recursive inner function: it would keep `hidden` alive until garbage collection.
         args, kwargs = self.arguments[index]
         given = [self._given(value, "", sequences, hidden.device, traced) for value in args]
         named = {key: self._given(value, key, sequences, hidden.device, traced) for key, value in kwargs.items()}
@@ -294,7 +294,7 @@ class Activations(Store):
         outputs: Activations | None = None,
         after_each: Callable[[], None] = lambda: None,
     ) -> Output:
-        """Put what block `index` makes of each batch into `outputs`, by default in place; return the last batch's."""
+        """Write block `index`'s output of each batch into `outputs` (default: in place); return the last batch's."""
         out: Output = ()
         device = next(block.parameters()).device
         for start, stop in batches:
@@ -321,7 +321,7 @@ class Activations(Store):
 
 
 def hidden_of(out: Output) -> torch.Tensor:
-    """The hidden states among what a block returns."""
+    """Return the hidden states in a block's return value."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -333,13 +333,13 @@ def _at(numbers: Sequence[int], sequences: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class SharedPlace:
-    """Stands in recorded arguments for the mapping that blocks share, the argument of that name."""
+    """Placeholder in recorded arguments for the shared mapping, the argument of that name."""
 
     name: str
 
 
 class Calls:
-    """Records the arguments of all blocks, sequence by sequence; `path` is a file for those that depend on the text."""
+    """Records all blocks' arguments, sequence by sequence; `path` is a file for arguments that depend on the text."""
 
     def __init__(self, sequences: int, path: Path | None) -> None:
         self._sequences, self._path = sequences, path
@@ -348,7 +348,7 @@ class Calls:
         self.of_text: dict[Spot, Store] = {}
 
     def add(self, number: int, recorders: Sequence[Recorder]) -> None:
-        """Take what the blocks were called with for a sequence; raises UnsupportedError where it cannot be kept."""
+        """Record the blocks' arguments for a sequence; raises UnsupportedError if they cannot be stored."""
         tensors = dict(_tensors(recorders))
         if not self._arguments:
             self._arguments, self._first = [(recorder.args, recorder.kwargs) for recorder in recorders], tensors
@@ -358,7 +358,7 @@ class Calls:
             first = self._first[spot]
             if spot not in self.of_text and not same_values(first, value):
                 if value.ndim < 2 or len(value) != 1 or first.shape != value.shape:
-                    raise _refusal("values that depend on the text, and not one for each")
+                    raise _refusal("values that depend on the text, but not one per text")
                 self.of_text[spot] = Store(self._sequences, (*value.shape[1:],), value.dtype, self._path)
                 for earlier in range(number):
                     self.of_text[spot].write(earlier, first)
@@ -366,12 +366,12 @@ class Calls:
                 self.of_text[spot].write(number, value)
 
     def refuse_following(self, recorders: Sequence[Recorder]) -> None:
-        """Raise UnsupportedError where the blocks' arguments follow from what earlier blocks gave.
+        """Raise UnsupportedError if the blocks' arguments depend on outputs of earlier blocks.
 
-        The recorders were called for the first sequence once more, and passed on other hidden states.
+        The recorders were called again for the first sequence, with other hidden states passed on.
         """
         if not all(same_values(self._first[spot], value) for spot, value in _tensors(recorders)):
-            raise _refusal("values that follow from what earlier blocks gave")
+            raise _refusal("values that depend on outputs of earlier blocks")
 
     def arguments(self) -> list[Arguments]:
         return [
@@ -393,7 +393,7 @@ class Calls:
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same, also where they are not a number."""
+    """Return whether two tensors are equal, including NaN values."""
     if one is other or one.shape != other.shape or torch.equal(one, other):
         return one.shape == other.shape
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
@@ -409,7 +409,7 @@ def _tensors(recorders: Sequence[Recorder]) -> Iterator[tuple[Spot, torch.Tensor
     for index, recorder in enumerate(recorders):
         named: list[tuple[Any, Any]] = [*enumerate(recorder.args), *recorder.kwargs.items()]
         waiting: list[tuple[Spot, Any]] = [((index, name), value) for name, value in named]
-        for spot, value in waiting:  # which grows
+        for spot, value in waiting:  # which grows during the loop
             if isinstance(value, torch.Tensor):
                 yield spot, value
             elif isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""A decoder block under calibration: what flows through it, and its weights, which methods replace on the way."""
+"""A decoder block under calibration: its activations, and its weights, which methods replace one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quantkit.system.memory import MemoryTrimmer
 
 @dataclass
 class Stream:
-    """A block of the quantized or the unquantized model, and the states that flow into it, or out of it once `done`."""
+    """A block of the quantized or unquantized model, with its input states, or its output states once `done`."""
 
     index: int
     module: nn.Module
@@ -31,7 +31,7 @@ class Stream:
     done: bool = False
 
     def call(self, sequences: Sequence[int], values: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """(B, T, D): what the block makes of some sequences, with other `values` of some parameters where given."""
+        """Return the block's output (B, T, D) for some sequences; `values` may replace parameters."""
         device = next(self.module.parameters()).device
         hidden = self.states.select(sequences).to(device)
         return hidden_of(self.states.call(self.index, self.module, sequences, hidden, values))
@@ -43,7 +43,7 @@ class Stream:
         self.done = True
 
     def storages(self) -> set[int]:
-        """Addresses of what all batches share: the arguments, the weights and the stores."""
+        """Return the addresses of storages that all batches share: arguments, weights and stores."""
         held: list[Any] = [*self.module.parameters(), *self.module.buffers(), self.states, *self.states.shared.stores()]
         held += self.states.arguments[self.index]
         return {storage.data_ptr() for storage in storages_in(held)}
@@ -52,9 +52,9 @@ class Stream:
 class Block:
     """A decoder block, number `index`, with real weights; its `inputs` become those of the next block.
 
-    `exact` is the stream of the unquantized model, of the first sequences or of all, where the walk keeps it. Between
-    two groups of layers, batches wait in memory or, beyond the room of `offload_file`, there.
-    `input_scales` are the (K,) by which inputs of layers are divided here and not in the unquantized block, by name.
+    `exact`: the stream of the unquantized model for the first or all sequences, if the walk has one. Between
+    two groups of layers, batches wait in memory, or beyond a limit in `offload_file`.
+    `input_scales`: by layer, the (K,) divisors of inputs here, unlike in the unquantized block.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Block:
         self.input_scales: dict[str, torch.Tensor] = {}
 
     def batches(self) -> list[tuple[int, int]]:
-        """Bounds of the sequences that go through the block together: all of them also through the unquantized one, or
-        none."""
+        """Return the bounds of batches; all sequences of a batch also go through the unquantized block, or
+        none do."""
         return self.inputs.batches(self._batch_tokens, self._exact_count)
 
     @property
@@ -83,7 +83,7 @@ class Block:
         return 0 if self.exact is None else len(self.exact.states)
 
     def groups(self) -> list[list[str]]:
-        """Linear layers in the order of execution; those that get the same input stand together."""
+        """Return linear layers in execution order; layers with the same input are grouped."""
         seen: list[tuple[torch.Tensor, list[str]]] = []
 
         def note(name: str, x: torch.Tensor) -> None:
@@ -102,11 +102,11 @@ class Block:
     def collect(
         self, names: list[str], gather: Gather, *, keep_outputs: bool = False, sequences: int | None = None
     ) -> None:
-        """Hand (weight name, inputs (tokens, K)) of the named layers to `gather`, batch by batch.
+        """Pass (weight name, inputs (tokens, K)) of the named layers to `gather`, batch by batch.
 
-        `names` are in the order of execution. The block runs only as far as the last one's input, or with
-        `keep_outputs` to its end: the next block's inputs are ready then. With `sequences` it runs only over the
-        batches that hold the first so many.
+        `names` are in execution order. The block runs only up to the last layer's input, or with
+        `keep_outputs` to its end, which prepares the next block's inputs. With `sequences` it runs only over the
+        batches of the first `sequences` sequences.
         """
 
         def see(name: str, x: torch.Tensor) -> None:
@@ -134,9 +134,9 @@ class Block:
     def hessians(
         self, groups: list[list[str]], gather: Gather = lambda _name, _x: None, sequences: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """H = mean of x x^T over all calibration tokens, (K, K) float32, for each group under its first name.
+        """Return H = mean of x x^T over all calibration tokens, (K, K) float32, by the first name of each group.
 
-        `gather` and `sequences` are those of `collect`. Raises SourceError where the inputs of a layer are not finite.
+        `gather` and `sequences`: see `collect`. Raises SourceError if a layer's inputs are not finite.
         """
         grams = {names[0]: self.moments.empty(names[0]) for names in groups}
 
@@ -148,10 +148,10 @@ class Block:
         return {name: self.moments.group([name], gram, self.collect).hessian for name, gram in grams.items()}
 
     def for_each_group(self, visitor: Callable[[LinearGroup], None], *, keep_outputs: bool = True) -> None:
-        """Stop before each group of the block, in the order of execution, and hand its statistics to `visitor`.
+        """Stop before each group of the block, in execution order, and pass its statistics to `visitor`.
 
-        The visitor may replace the group's weights; what follows in the block then runs with the new ones (true
-        sequential). With `keep_outputs` the next block's inputs are ready afterwards.
+        The visitor may replace the group's weights; the rest of the block then runs with the new ones (true
+        sequential). `keep_outputs` prepares the next block's inputs.
         """
         groups, full = self.groups(), self.exact
         streams = [self.stream] if full is None else [self.stream, full]
@@ -176,7 +176,7 @@ class Block:
                         exact.go_to(at)
                     self._add(gram, names[0], batch, exact, at)
                     if full is not None and exact is not None and at + 1 == len(groups):
-                        # Nothing waits for the unquantized block any more.
+                        # The unquantized block is no longer needed.
                         exact.go_to(PAST)
                         full.states.write(start, exact.take())
                     batch.wait()
@@ -197,13 +197,13 @@ class Block:
             self.stream.done = keep_outputs
 
     def _add(self, gram: Gram, name: str, batch: Batch, exact: Batch | None, at: int) -> None:
-        """Add the tokens that a batch and the same one in the unquantized stream hold at the place `at`."""
+        """Add the inputs at the place `at` of a batch, and of the same batch in the unquantized stream."""
         if batch.at != at:
             return
         x = batch.x.reshape(-1, batch.x.shape[-1])
         other = None
         if exact is not None:
-            # An expert is given other tokens in the two streams.
+            # An expert may get different tokens in the two streams.
             alike = expert_of(name) is None and exact.at == at and exact.x.shape == batch.x.shape
             other = exact.x.reshape(x.shape) if alike else x
             if alike and name in self.input_scales:
@@ -220,9 +220,9 @@ class Block:
         self.inputs.shared.next_block()
 
     def targets(self) -> Activations:
-        """The outputs of the unquantized block, which are its stream's inputs of the next one."""
+        """Return the outputs of the unquantized block, which are the next one's inputs."""
         if self.exact is None:
-            raise ValueError("this walk keeps no unquantized blocks")
+            raise ValueError("this walk has no unquantized blocks")
         batches = [(start, stop) for start, stop in self.batches() if stop <= self._exact_count]
         self.exact.finish(batches, self.trimmer)
         return self.exact.states
@@ -237,11 +237,11 @@ class Block:
         return float((error / exact.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)).mean())
 
     def call_with(self, parameters: dict[str, torch.Tensor], sequences: Sequence[int]) -> torch.Tensor:
-        """(B, T, D): the outputs of some sequences with other values of some parameters, given by full name."""
+        """Return the outputs (B, T, D) of some sequences, with `parameters` (by full name) replaced."""
         return self.stream.call(
             sequences, {name.removeprefix(self.prefix): value for name, value in parameters.items()}
         )
 
     def replace(self, name: str, value: torch.Tensor) -> None:
-        """Put another parameter in place; later statistics and blocks see it."""
+        """Replace a parameter; later statistics and blocks use it."""
         set_parameter(self.module, name.removeprefix(self.prefix), value.to(self.device, DTYPE))

@@ -1,10 +1,10 @@
-"""Learned rounding: a block's codes and scales are tuned together so that its outputs come near the exact ones.
+"""Learned rounding: tune a block's codes and scales together, so that its outputs approximate the exact ones.
 
 Paper: Cheng et al., SignRound (AutoRound), arXiv:2309.05516: signed gradient descent on rounding offsets and ranges,
-block by block. Differs from the paper: it starts from a solution (GPTQ's or AWQ's) instead of plain rounding; inputs
-are those of the quantized model, targets those of the unquantized one; a token's error counts relative to its size;
-scales are tuned themselves; what stays is the state with the least error on a held-out part of the calibration, and
-training ends when that has stopped falling.
+block by block. Differs from the paper: it starts from GPTQ's or AWQ's solution instead of plain rounding; inputs
+come from the quantized model, targets from the unquantized one; a token's error is relative to its size;
+scales are tuned directly; the result is the state with the least error on held-out calibration sequences, and
+training ends when that error stops falling.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from quantkit.system.ranks import Shards
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One sequence in `share` is held out. Every `interval` steps, and after the last, the loss there is measured.
+    """One sequence in `share` is held out. Its loss is measured every `interval` steps and after the last.
 
-    With `patience`, training ends with a measurement in its second half where so many in a row were no new best.
+    With `patience`, training ends in its second half after that many measurements in a row without a new best.
     """
 
     share: int
@@ -38,29 +38,29 @@ class HeldOut:
 
 
 class Student(Protocol):
-    """What is trained, on batches of the numbers of sequences."""
+    """Something to train, on batches of sequence numbers."""
 
     def measure(self, sequences: list[int]) -> float:
-        """The mean loss of held-out sequences."""
+        """Return the mean loss of held-out sequences."""
 
     def step(self, number: int, sequences: list[int], first: float) -> None:
-        """Do one training step; `first` is the held-out loss before all."""
+        """Do one training step; `first` is the held-out loss before training."""
 
     def keep(self) -> None:
-        """Keep the state as the best one."""
+        """Save the state as the best one."""
 
     def report(self, first: float, best: float) -> None:
-        """Called after each step with the held-out losses before all and of the best state."""
+        """Report, after each step, the held-out losses before training and of the best state."""
 
 
 def train(
     student: Student, sequences: int, batch: int, steps: int, held_out: HeldOut, seed: int, shards: Shards
 ) -> None:
-    """Train on batches of `batch` of the `sequences`, in an order that depends on `seed` and the numbers alone.
+    """Train on batches of `batch` of the `sequences`, in an order that depends only on `seed` and the numbers.
 
-    Each of several processes has `sequences` of its own and takes its share of `batch`; losses are those of all
-    together. All call `measure` and `step` at the same times, so one that has fewer held-out sequences measures some
-    once more.
+    Each of several processes has its own `sequences` and takes its share of `batch`; losses are of all
+    together. All call `measure` and `step` at the same times, so a process with fewer held-out sequences measures some
+    twice.
     """
     held = list(range(held_out.share - 1, sequences, held_out.share))
     trained = [number for number in range(sequences) if (number + 1) % held_out.share]
@@ -107,12 +107,12 @@ LEAST_SIZE = 1e-3  # share of the median token's mean square added to every toke
 
 
 class Learned(Strict):
-    """The options of methods whose result can be refined."""
+    """Options of methods whose result can be refined."""
 
     refine: bool = Field(
-        False, description="then learn each block's rounding, and tune all scales end to end; much slower, better"
+        False, description="also learn each block's rounding and tune all scales end to end; better but much slower"
     )
-    refine_steps: int = Field(24, ge=0, le=10_000, description="most training steps of a block")
+    refine_steps: int = Field(24, ge=0, le=10_000, description="most training steps per block")
     tune_steps: int = Field(20, ge=0, le=10_000, description="training steps of the scales, end to end")
 
     @property
@@ -126,9 +126,9 @@ class Learned(Strict):
 
 @dataclass(frozen=True)
 class Training:
-    """Steps, and the first step's sizes: of a code's position, in codes, and of a scale, as a share of it.
+    """Number of steps, and initial step sizes: of a code's position, in codes, and of a scale, relative to it.
 
-    Both fall linearly to zero. `margin` is how far from the border to the next code a position starts at least.
+    Both fall linearly to zero. `margin`: least initial distance of a position from the border to the next code.
     """
 
     steps: int = 60
@@ -145,7 +145,7 @@ class _Latent:
         self.zero = layer.spread(layer.zeros)
         self.scale = layer.scales.to(torch.float32)
         codes = layer.codes.to(torch.float32)
-        # Where the unquantized weight lies, but on the side of the border where the solution is.
+        # The unquantized weight's position, moved to the solution's side of the border.
         plain = weight / layer.spread(self.scale) + self.zero
         self.position = torch.minimum(torch.maximum(plain, codes - 0.5 + margin), codes + 0.5 - margin)
         self.stretch = torch.zeros_like(self.scale)
@@ -165,9 +165,9 @@ class _Latent:
         """Move against the sign of the loss's gradient with respect to the value (N, K)."""
         towards = gradient * self.codes().sub_(self.zero)
         self.stretch.sub_(torch.sign(self.layer.sums(towards)).mul_(self.sign), alpha=scale_rate)
-        # Where the scale is negative a greater code is a smaller value.
+        # For a negative scale, a larger code is a smaller value.
         up = torch.sign(gradient).mul_(self.layer.spread(self.sign))
-        # No further than half a code beyond the grid, so that the way back stays open.
+        # At most half a code beyond the grid, so that positions can come back.
         self.position.sub_(up, alpha=code_rate).clamp_(-0.49, self.top + 0.49)
 
     def keep(self) -> None:
@@ -179,15 +179,15 @@ class _Latent:
 
 
 def refuse_few_sequences(job: Job) -> None:
-    """Raise RecipeError where some process gets too few calibration sequences to hold some out."""
+    """Raise RecipeError if a process gets too few calibration sequences to hold some out."""
     asked, shards, least = job.recipe.calibration, job.shards, 2 * HELD_OUT.share
     batch = batch_size(asked.length)
     bounds = (shards.sequences(asked.sequences, batch, rank) for rank in range(shards.size))
     if min(stop - first for first, stop in bounds) < least:
-        each = f" in each of {shards.size} processes, whole batches of {batch}" if shards.size > 1 else ""
+        each = f" in each of {shards.size} processes, in whole batches of {batch}" if shards.size > 1 else ""
         raise RecipeError(
             f"learned rounding holds out one calibration sequence in {HELD_OUT.share} and needs {least} or more{each}; "
-            f"{asked.sequences} were given. Give more sequences, or leave refine out."
+            f"only {asked.sequences} were given. Give more sequences, or leave refine out."
         )
 
 
@@ -196,9 +196,9 @@ def refine(
 ) -> dict[str, GroupedWeight]:
     """Tune `layers` of the block and return them.
 
-    weights are the unquantized (N, K) float32; the walk must keep unquantized blocks for all sequences. The tuned
-    values are put into the block, whose inputs stay what they were. The order of the batches depends on `seed` and the
-    block's index alone. Of several processes each trains on its own sequences, and all move by the sum of their
+    `weights` are the unquantized (N, K) float32; the walk needs the unquantized stream of all sequences. The tuned
+    values are put into the block; its inputs are unchanged. The order of batches depends only on `seed` and the
+    block's index. Each of several processes trains on its own sequences, and all move by the sum of their
     gradients.
     """
     student = _BlockStudent(block, layers, weights, training)
@@ -222,7 +222,7 @@ class _BlockStudent:
         exact = self._targets.select(sequences).to(self._block.device)
         out = self._block.call_with(parameters, sequences)
         error = (out.to(torch.float32) - exact.to(torch.float32)).square().mean(-1)
-        # The next norm divides each token by its size; without this a few huge tokens would decide alone.
+        # The next norm divides each token by its size; otherwise a few huge tokens would dominate.
         size = exact.to(torch.float32).square().mean(-1)
         return (error / (size + LEAST_SIZE * size.median())).mean()
 
@@ -238,7 +238,7 @@ class _BlockStudent:
         gradients = torch.autograd.grad(loss, list(parameters.values()))
         for (name, latent), gradient in zip(self.latents.items(), gradients, strict=True):
             gradient = gradient.to(torch.float32).contiguous()
-            block.shards.sum(gradient)  # its size is of no account
+            block.shards.sum(gradient)  # only signs are used
             latent.step(gradient, training.code_rate * rate, training.scale_rate * rate)
             block.replace(name, latent.value())
         block.trimmer.trim()
@@ -248,4 +248,4 @@ class _BlockStudent:
             latent.keep()
 
     def report(self, first: float, best: float) -> None:
-        """Nobody asks."""
+        """Do nothing."""

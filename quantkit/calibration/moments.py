@@ -1,4 +1,4 @@
-"""Second moments of the inputs of a block's linear layers, as methods round by them."""
+"""Second moments of the inputs of a block's linear layers, which methods use for rounding."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.numerics.second_moments import Gram
 from quantkit.system.ranks import Shards
 
-FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
+FEW_TOKENS = 128  # an expert with fewer is calibrated on the inputs of all experts of its block
 
-Gather = Callable[[str, torch.Tensor], None]  # takes a weight's name and inputs (tokens, K) of its layer
+Gather = Callable[[str, torch.Tensor], None]  # called with a weight's name and its layer's inputs (tokens, K)
 
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Linear layers `names` that get the same input: its H = E[x x^T] (K, K) float32.
+    """Linear layers `names` with the same input, and its H = E[x x^T] (K, K) float32.
 
-    cross is E[(exact - x) x^T] (K, K) float32, exact being the input in the unquantized model, or None. Where it is
-    known for some inputs only, `paired` is the E[x x^T] of those.
+    cross is E[(exact - x) x^T] (K, K) float32 or None; exact is the input in the unquantized model. If it is
+    known for some inputs only, `paired` is their E[x x^T].
     """
 
     names: list[str]
@@ -34,12 +34,12 @@ class LinearGroup:
 
 @dataclass
 class Moments:
-    """The second moments of a block's inputs, of the tokens of all `shards`: `all_tokens` of them.
+    """The second moments of a block's inputs over the `all_tokens` tokens of all `shards`.
 
-    `linears` are the block's linear layers by full weight name. Where twice `ample` tokens a column come to a layer
-    that is no expert, every second one counts (0: always all). With `exact` there are moments with the unquantized
-    model's inputs, too. `few` is called with each layer of an expert that saw too few tokens; `tokens` counts what
-    came to the first layer of a group.
+    `linears` are the block's linear layers by full weight name. If a layer that is not an expert gets twice `ample`
+    tokens per column, every second token is used (0: always all). With `exact`, there are moments with the unquantized
+    model's inputs, too. `few` is called with each layer of an expert that saw too few tokens; `tokens` counts the
+    tokens of a group's first layer.
     """
 
     linears: dict[str, nn.Linear]
@@ -56,15 +56,15 @@ class Moments:
         return Gram(self.linears[name].in_features, self.device, exact)
 
     def stride(self, name: str) -> int:
-        """Every how many tokens of a layer count, where they are held against those of the unquantized model."""
+        """Return the stride of used tokens of a layer, if they are compared with the unquantized model's."""
         enough = 2 * self.ample * self.linears[name].in_features
         return 2 if self.ample and expert_of(name) is None and self.all_tokens >= enough else 1
 
     def group(self, names: list[str], gram: Gram, collect: Callable[[list[str], Gather], None]) -> LinearGroup:
-        """The moments of layers that get the same input, of which `gram` has the sums of this process.
+        """Return the moments of layers with the same input; `gram` has this process's sums.
 
-        Those of an expert that saw too few tokens are of the inputs of all experts of its block, which `collect` hands
-        on. Raises SourceError where the inputs are not finite.
+        An expert with too few tokens gets the moments of all experts' inputs in its block, which `collect` passes
+        on. Raises SourceError if inputs are not finite.
         """
         self._join(gram)
         self.tokens[names[0]] = gram.tokens
@@ -86,5 +86,5 @@ class Moments:
         return self._of_all_experts[names[0]]
 
     def _join(self, gram: Gram) -> None:
-        if self.shards.size > 1:  # a GPU would wait for it
+        if self.shards.size > 1:  # only for several, since a GPU would synchronize
             gram.join(self.shards.sum)

@@ -1,8 +1,8 @@
-"""Ways through a model's decoder blocks beside the walk: in, through, and back.
+"""Passes through a model's decoder blocks besides the walk: embedding, forward, and backward.
 
-In: token ids become the first block's inputs, with the arguments of every block. Through and back: blocks run one by
-one on what flows into them, and once more for gradients. Windows of text that are evaluated go in and through, too,
-some thousand tokens at a time.
+Embedding: token ids become the first block's inputs, with the arguments of every block. Forward and backward: blocks
+run one by one on their inputs, and once more for gradients. Evaluated windows of text are also embedded and run
+forward, some thousand tokens at a time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from quantkit.system.files import temporary_folder
 from quantkit.system.memory import MemoryTrimmer, trim_heap
 from quantkit.system.progress import Progress
 
-WAVE_TOKENS = 1 << 14  # of windows that go through all blocks before others do
+WAVE_TOKENS = 1 << 14  # tokens of windows that pass all blocks together
 
 
 class Values(Protocol):
-    """A model's values by the names of its skeleton's parameters, wherever they come from."""
+    """A model's values by the names of its skeleton's parameters, from any source."""
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """A parameter outside the blocks, in its shape."""
+        """Return a parameter outside the blocks, in its shape."""
 
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Some of its rows, (len(rows), ...), without the others where that can be."""
+        """Return some of its rows, (len(rows), ...), if possible without reading others."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class SourceValues:
         return self.source.tensor(source_name(self.source, self.skeleton, parameter))
 
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Those rows alone."""
         name = source_name(self.source, self.skeleton, parameter)
         return torch.cat([self.source.rows(name, row, row + 1) for row in rows])
 
@@ -69,10 +68,10 @@ def embed(
     room: float = 0,
     dtype: torch.dtype = DTYPE,
 ) -> Activations:
-    """Embed (S, T) ids -> hidden states (S, T, D) in `dtype`, with the arguments of each block.
+    """Embed (S, T) ids as hidden states (S, T, D) in `dtype`, with the arguments of each block.
 
-    Of token embeddings only the rows of tokens that occur are loaded. What takes more than `room` bytes goes to files
-    at `path`. Raises UnsupportedError where what blocks are called with cannot be kept.
+    Only the rows of occurring tokens are loaded of token embeddings. Values beyond `room` bytes go to files
+    at `path`. Raises UnsupportedError if blocks' arguments cannot be stored.
     """
     blocks, config, base = skeleton.blocks, skeleton.model.config, skeleton.model.base_model
     real_blocks = list(blocks)
@@ -102,7 +101,7 @@ def embed(
         for i, block in enumerate(real_blocks):
             blocks[i] = block
         for name, parameter in empty:
-            # The parameter itself, not its value: a head that is tied to the embedding stays so.
+            # The parameter itself, not its value, so that a tied head stays tied.
             module, _, leaf = name.rpartition(".")
             base.get_submodule(module).register_parameter(leaf, parameter)
 
@@ -116,20 +115,20 @@ def _recorded(
     room: float,
     dtype: torch.dtype,
 ) -> Activations:
-    """The hidden states that `run` gives for each row of ids, and the blocks' arguments."""
+    """Return `run`'s hidden states for each row of ids, and the blocks' arguments."""
     hidden = run(ids[0])
     if hidden.ndim not in (3, 4) or hidden.shape[-3] != 1:
         raise UnsupportedError(
-            f"the blocks of this architecture take hidden states of the shape {tuple(hidden.shape)}, and only "
-            "(texts, tokens, width), or some of them side by side, can be computed one by one"
+            f"blocks of this architecture take hidden states of the shape {tuple(hidden.shape)}, but only "
+            "(texts, tokens, width), or several of these, can be computed block by block"
         )
     if not all(same_values(recorder.hidden, hidden) for recorder in recorders):
         raise UnsupportedError(
-            "this architecture changes hidden states between its blocks, so they cannot be computed one by one"
+            "this architecture changes hidden states between its blocks, so its blocks cannot be computed one by one"
         )
     length, width = hidden.shape[-2:]
-    beside = beside_states(skeleton.model.config.get_text_config())
-    size = len(ids) * (hidden.numel() + length * (beside.of_text + beside.shared)) * dtype.itemsize
+    extra = beside_states(skeleton.model.config.get_text_config())
+    size = len(ids) * (hidden.numel() + length * (extra.of_text + extra.shared)) * dtype.itemsize
     path = path if size > room else None
     store = Activations(len(ids), length, width, path, dtype, len(hidden) if hidden.ndim == 4 else 0)
     store.settings, store.held_bytes = skeleton.model.config, 0 if path else size
@@ -152,25 +151,25 @@ def _recorded(
 
 
 class Passes:
-    """Passes through the blocks, forward and back, with one block's weights in memory and a batch of some tokens.
+    """Passes through the blocks, forward and backward, with one block's weights and one batch in memory.
 
-    `as_tuple` says whether the block that ran last returns a tuple.
+    `as_tuple`: whether the last run block returns a tuple.
     """
 
     def __init__(self, job: Job, tokens: int) -> None:
         self.as_tuple = False
         self.device = torch.device(job.device)
         self._job, self._tokens = job, tokens
-        self._slopes = Shared(0, None)  # of the way back that is going on, by what blocks share
+        self._slopes = Shared(0, None)  # gradients of shared values in the current backward pass
 
     def block(
         self, index: int, instead: Callable[[str], torch.Tensor | None] = lambda _name: None
     ) -> AbstractContextManager[nn.Module]:
-        """Block `index` with its weights, the source's or those that `instead(full name)` gives."""
+        """Return block `index` with its weights: the source's, or those that `instead(full name)` returns."""
         return load_block(self._job.source, self._job.skeleton, index, self.device, DTYPE, instead)
 
     def forward(self, index: int, inputs: Activations, outputs: Activations) -> None:
-        """Run block `index`, which has its weights; `outputs` may be its inputs' own store."""
+        """Run block `index`, which has its weights; `outputs` may be the store of `inputs`."""
         with torch.no_grad():
             block, batches = self._job.skeleton.blocks[index], inputs.batches(self._tokens)
             self.as_tuple = isinstance(inputs.advance(index, block, batches, outputs), tuple)
@@ -180,10 +179,10 @@ class Passes:
     def backward(
         self, index: int, inputs: Activations, slopes: Activations, others: Iterable[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Run block `index` once more; a loss's gradients in `slopes`, by its outputs, become those by its inputs.
+        """Run block `index` again, and turn a loss's gradients in `slopes` from its outputs to its inputs.
 
-        Gradients by what blocks share go from those that take it to the one that puts it; the last block comes first.
-        Yields of each batch the gradients by `others`, in which the batch's tensors need only be once it ran.
+        Gradients of shared values go from blocks that use them to the block that puts them; run the last block first.
+        Yields each batch's gradients by `others`, whose tensors may be set while the batch runs.
         """
         if index + 1 == len(inputs.arguments):
             self._slopes = Shared(len(inputs), inputs.path)
@@ -195,7 +194,7 @@ class Passes:
                 out = hidden_of(inputs.call(index, block, batch, hidden, traced=traced))
             ends, given = [out], [slopes.read(start, stop).to(self.device)]
             for key, made in traced.made.items():
-                if key in self._slopes.keys(key[0]):  # later blocks took it
+                if key in self._slopes.keys(key[0]):  # later blocks used it
                     ends += made
                     slopes_of_made = self._slopes.read(key, batch)
                     given += [slope.to(value) for slope, value in zip(slopes_of_made, made, strict=True)]
@@ -213,10 +212,10 @@ class Passes:
 
 @dataclass(frozen=True)
 class WindowWalk:
-    """Windows of text on their way through the blocks, with one block's weights in memory at a time.
+    """Runs windows of text through the blocks, with one block's weights in memory at a time.
 
-    `block(index)` gives a block with its weights, which may go at the end. Hidden states are in `dtype`; those of more
-    than `offload_bytes` lie in a file of the system's temporary folder.
+    `block(index)` returns a block with its weights, which may be freed at the end. Hidden states are in `dtype`; above
+    `offload_bytes` they are in a file in the system's temporary folder.
     """
 
     skeleton: Skeleton
@@ -228,11 +227,11 @@ class WindowWalk:
     progress: Progress
 
     def outputs(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], Output]]:
-        """Yield what comes out of the last block as it returns it, (B, T, D), batch after batch in order.
+        """Yield the last block's return value, (B, T, D), batch by batch in order.
 
-        Where a token has several hidden states side by side, that is (states, B, T, D).
+        If a token has several hidden states, it is (states, B, T, D).
 
-        Raises UnsupportedError where blocks cannot be computed one by one.
+        Raises UnsupportedError if blocks cannot be computed one by one.
         """
         for number, wave in enumerate(_waves(windows), 1):
             with ExitStack() as stack:
@@ -245,8 +244,8 @@ class WindowWalk:
 
     def _embedded(self, wave: list[Window], stack: ExitStack) -> list[tuple[list[Window], Activations]]:
         settings = self.skeleton.model.config.get_text_config()
-        beside = beside_states(settings)
-        each = int(settings.hidden_size) * beside.states + beside.of_text + beside.shared
+        extra = beside_states(settings)
+        each = int(settings.hidden_size) * extra.states + extra.of_text + extra.shared
         size = sum(len(window.ids) for window in wave) * each * self.dtype.itemsize
         folder = stack.enter_context(temporary_folder()) if size > self.offload_bytes else None
         runs: list[tuple[list[Window], Activations]] = []
@@ -261,7 +260,7 @@ class WindowWalk:
         return runs
 
     def _through(self, stores: list[Activations], number: int) -> bool:
-        """Take a wave through all blocks; whether the last one returns tuples."""
+        """Run a wave through all blocks; return whether the last one returns tuples."""
         blocks = len(self.skeleton.blocks)
         count = sum(len(store.batches(BATCH_TOKENS)) for store in stores)
         out: Output = ()
@@ -284,7 +283,7 @@ class WindowWalk:
 
 
 def _waves(windows: Sequence[Window]) -> Iterator[list[Window]]:
-    """Whole batches of windows, so many together that they hold `WAVE_TOKENS` or a little less, or one batch alone."""
+    """Yield groups of whole batches with at most `WAVE_TOKENS` tokens, or one batch."""
     wave: list[Window] = []
     tokens = 0
     for batch in alike(windows):

@@ -1,10 +1,10 @@
-"""Scales tuned end to end: with all codes held, the model's outputs are brought near the source's.
+"""Tune scales end to end: with fixed codes, bring the model's outputs near the source's.
 
 Minimizes the Kullback-Leibler divergence of the quantized model's next-token distribution from the source's on the
 calibration text, over the scales of all layers at once, by Adam (Kingma and Ba, arXiv:1412.6980). Training the step
 sizes of a quantized model end to end is the second phase of EfficientQAT (Chen et al., arXiv:2407.11062); here the
 source's distribution is the target instead of the text's tokens. One decoder block is in memory at a time: the forward
-pass keeps what flows into each block, the backward pass runs each block once more.
+pass stores each block's inputs, the backward pass runs each block again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from quantkit.system.memory import MemoryTrimmer, trim_heap
 
 HELD_OUT = HeldOut(share=16, interval=15)
 BATCH_TOKENS = 2048
-PASS_TOKENS = 1024  # of a batch that go through a block together
-HEAD_TOKENS = 256  # whose logits are in memory
-SLAB_ELEMENTS = 1 << 19  # of logits that are worked on together, so that they stay in the processor's cache
+PASS_TOKENS = 1024  # tokens of a batch that pass a block together
+HEAD_TOKENS = 256  # tokens whose logits are in memory
+SLAB_ELEMENTS = 1 << 19  # logits processed at a time, so that they stay in the processor's cache
 WARM_UP = 5  # steps until the full rate
 BETAS = (0.9, 0.95)
 
@@ -42,7 +42,7 @@ Values = Callable[[str], Mapping[str, torch.Tensor | GroupedWeight | ScaledWeigh
 
 @dataclass(frozen=True)
 class Tuning:
-    """Number of steps, and the largest share of itself that a 4-bit scale moves in one; it falls to 0 as a cosine."""
+    """Number of steps, and the largest relative change of a 4-bit scale per step; it falls to 0 as a cosine."""
 
     steps: int
     rate: float = 2e-3
@@ -53,7 +53,7 @@ class _Scales:
 
     def __init__(self, layer: GroupedWeight) -> None:
         self.scale = layer.scales.to(torch.float32)
-        self.pace = 2.0 ** max(0, 4 - layer.bits)  # so much further apart than codes of 4 bits
+        self.pace = 2.0 ** max(0, 4 - layer.bits)  # relative distance of codes, compared with 4 bits
         self.stretch, self.first, self.second = (torch.zeros_like(self.scale) for _ in range(3))
         self.best = self.stretch.clone()
 
@@ -61,7 +61,7 @@ class _Scales:
         return stored_scale(self.scale * (1 + self.stretch))
 
     def step(self, gradient: torch.Tensor, rate: float, count: int) -> None:
-        """Adam's step `count` (from 1) against the loss's gradient by the stretch."""
+        """Do Adam's step `count` (from 1) against the loss's gradient by the stretch."""
         self.first.lerp_(gradient, 1 - BETAS[0])
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         mean = self.first / (1 - BETAS[0] ** count)
@@ -70,9 +70,9 @@ class _Scales:
 
 
 class _ScaleStudent:
-    """The quantized model, of which one block has its weights at a time, and its scales under training.
+    """The quantized model, with one block's weights at a time, and its scales under training.
 
-    `inputs` flow into its first block, `targets` come out of the source's last one.
+    `inputs` are the first block's inputs, `targets` the outputs of the source's last block.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class _ScaleStudent:
         return self._divergence(hidden, self._targets.select(sequences))
 
     def step(self, number: int, sequences: list[int], _first: float) -> None:
-        """Move all scales."""
         tuning, inputs = self._tuning, self._inputs.chosen(sequences)
         rate = tuning.rate * min(1.0, (number + 1) / WARM_UP) * (1 + math.cos(math.pi * number / tuning.steps)) / 2
         flows = [inputs]
@@ -115,7 +114,7 @@ class _ScaleStudent:
                 parameters = [self._skeleton.model.get_parameter(name).requires_grad_() for name in layers]
                 gradients = _added(self._passes.backward(index, flows.pop(), slopes, parameters))
             for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
-                # By the stretch: sum over the group of dL/dW (code - zero) scale.
+                # Gradient by the stretch: sum over the group of dL/dW (code - zero) scale.
                 sums = layer.sums(layer.steps().mul_(gradient.cpu())).contiguous()
                 self._shards.sum(sums)
                 sums /= self._shards.size
@@ -127,7 +126,7 @@ class _ScaleStudent:
 
     @contextmanager
     def _block(self, index: int) -> Iterator[dict[str, GroupedWeight]]:
-        """Block `index` with its weights, quantized with the scales as they are now; gives the quantized layers."""
+        """Yield the quantized layers of block `index`, loaded with the current scales."""
         stored = self._values(self._skeleton.block_prefix(index))
         layers: dict[str, GroupedWeight] = {}
 
@@ -145,7 +144,7 @@ class _ScaleStudent:
         self._trimmer.trim()
 
     def _divergence(self, hidden: Activations, targets: torch.Tensor, as_slopes: bool = False) -> float:
-        """Mean divergence over all positions of the last hidden states, which `as_slopes` become its gradients."""
+        """Return the mean divergence of the last hidden states; `as_slopes` replaces these by gradients."""
         states = hidden.read()
         flat, exact = (x.to(self._passes.device).flatten(-3, -2) for x in (states, targets))
         slopes = torch.empty_like(flat) if as_slopes else None
@@ -175,7 +174,7 @@ def _added(batches: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def tuning_bytes(shapes: Shapes) -> int:
-    """What tuning holds at its peak beside the process, for the forecast: mostly one block's backward pass."""
+    """Return tuning's peak bytes for the forecast, mostly of one block's backward pass."""
     flows = shapes.blocks * BATCH_TOKENS * shapes.hidden * 2
     head = shapes.vocabulary * (shapes.hidden * 2 + HEAD_TOKENS * 2 * 3)
     graph = PASS_TOKENS * (12 * shapes.hidden + 6 * shapes.widest) * 2
@@ -185,7 +184,7 @@ def tuning_bytes(shapes: Shapes) -> int:
 def divergence(exact: torch.Tensor, ours: torch.Tensor, gradient: torch.Tensor | None = None) -> float:
     """Sum over the rows of KL(softmax(exact) || softmax(ours)), logits (n, V) of any float dtype, computed in float32.
 
-    With `gradient` (n, V), the gradient by `ours`, softmax(ours) - softmax(exact), goes there; it may be `exact`.
+    With `gradient` (n, V), the gradient by `ours`, softmax(ours) - softmax(exact), is written to it; it may be `exact`.
     """
     total = 0.0
     step = max(1, SLAB_ELEMENTS // exact.shape[1])
@@ -204,9 +203,9 @@ def divergence(exact: torch.Tensor, ours: torch.Tensor, gradient: torch.Tensor |
 def tune(job: CheckedJob, run: Run, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
     """Return the tuned scales (N, G) float32 of every quantized layer, by weight name.
 
-    values(prefix) gives the quantized model's parameters of the block with that prefix, by full name; what it leaves
-    out is the source's. `targets` is what comes out of the source's last block. Where the held-out part of the
-    calibration does not get better, the scales stay. Each of several processes has the `targets` of its own sequences.
+    values(prefix) returns the quantized model's parameters of the block with that prefix, by full name; others
+    are the source's. `targets` are the outputs of the source's last block. If the held-out part of the
+    calibration does not improve, scales stay. Each of several processes has the `targets` of its own sequences.
     """
     path, every = run.folder / "tuning.offload", tokens_of(job).ids
     ids, device = torch.from_numpy(own_sequences(every, len(every), job.shards)[0]), torch.device(job.device)
@@ -225,6 +224,6 @@ def tune(job: CheckedJob, run: Run, values: Values, tuning: Tuning, targets: Act
 
 
 def tune_scales(job: CheckedJob, run: Run, writer: TensorWriter, steps: int, targets: Activations) -> None:
-    """Tune the scales of the layers of codes that are all in `writer`, and put them there."""
+    """Tune the scales of all quantized layers in `writer`, and replace them there."""
     for name, scales in tune(job, run, writer.block, Tuning(steps), targets).items():
         writer.replace_scales(name, scales)

@@ -1,14 +1,14 @@
-"""How far the model's next-token distribution moves when one of its tensors is changed: a second-order estimate.
+"""Estimate, to second order, how far changing one tensor moves the model's next-token distribution.
 
 For a small change of weights the Kullback-Leibler divergence from the source is half the change weighed by the Fisher
 information (Amari, Natural Gradient Works Efficiently in Learning, 1998). Here, for a tensor's change D: half the mean
 over all tokens of (sum of dL/dW * D)^2, where L is the negative log-likelihood of tokens that are drawn from the
 model's own distribution, and dL/dW is the token's part of the gradient, (dL/dy) x^T of a layer y = W x. Cross terms
-between tokens and between tensors are left out, so estimates of many tensors can be added up.
+between tokens and between tensors are ignored, so estimates of several tensors can be added.
 
-One decoder block is in memory at a time: the forward pass keeps what flows into each block in a file, the backward
-pass runs each block once more. A layer's inputs and gradients are kept while its changes are tried, one by one.
-Estimates are kept in the user's cache: the next choice for the same model and text costs nothing.
+One decoder block is in memory at a time: the forward pass stores each block's inputs in a file, the backward
+pass runs each block again. A layer's inputs and gradients are stored while its changes are tried, one by one.
+Estimates are cached, so another choice for the same model and text costs nothing.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from quantkit.records.recipe import CalibrationSpec
 from quantkit.system.files import cache_folder, replace_text
 from quantkit.system.memory import trim_heap
 
-VERSION = 4  # of the estimate; another one makes kept scores worthless
-SEQUENCES = 16  # of the calibration text
+VERSION = 4  # of the estimate; a new version invalidates cached scores
+SEQUENCES = 16  # calibration sequences used
 BATCH_TOKENS = 2048
-HEAD_TOKENS = 256  # whose logits are in memory
-DENSE_LAYERS = 16  # in a block with more, most are those of experts, of which a token sees few
-TABLE_ROWS = 64  # of a table of what each block gets that are changed together, each change of them in memory
-SLAB_ELEMENTS = 1 << 22  # of a head that are changed together
+HEAD_TOKENS = 256  # tokens whose logits are in memory
+DENSE_LAYERS = 16  # a block with more has mostly experts' layers, of which a token uses few
+TABLE_ROWS = 64  # rows of a per-block input table changed at a time
+SLAB_ELEMENTS = 1 << 22  # elements of a head changed at a time
 FLOAT32 = 4  # bytes
 
 Scores = dict[str, dict[str, float]]
@@ -54,12 +54,12 @@ Make = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 @dataclass(frozen=True)
 class Changes:
-    """What may become of a tensor: `kinds`, and `make(kind, weight, importance)`, the changed weight (N, K) float32.
+    """Possible changes of a tensor: `kinds`, and `make(kind, weight, importance)`, which returns the changed weight.
 
-    weight is (N, K) float32, importance (K,) float32 the mean square of each input, or None for embedding and head,
-    of which it is given some rows at a time: what becomes of a row must depend on that row alone.
-    With `rows` only about so many of a linear layer's rows are tried and stand for all: where rows are rounded each by
-    itself, the effects of their errors on a token are independent, so that their squares add up.
+    weight and result are (N, K) float32, importance (K,) float32 is the mean square of each input, or None for
+    embedding and head, which are passed some rows at a time: the change of a row must depend on that row alone.
+    With `rows`, only about that many of a linear layer's rows are tried and represent all. If rows are rounded
+    independently, the effects of their errors on a token are independent, so their squares add up.
     """
 
     kinds: tuple[str, ...]
@@ -67,10 +67,10 @@ class Changes:
     rows: int | None = None
 
     def tried(self, slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows of a layer are tried, int64, and how many each of them stands for, float32.
+        """Return the tried rows of a layer, int64, and how many rows each represents, float32.
 
         slopes (N,) float32 are the squared gradients of the loss by each output: half of the rows are those where they
-        are largest, the others are spread evenly over the order of the rest.
+        are largest, the others are spread evenly over the rest.
         """
         order, count = slopes.argsort(descending=True), len(slopes)
         if self.rows is None or count <= self.rows:
@@ -88,10 +88,10 @@ Propose = Callable[[str], Changes | None]
 def kept_sensitivities(
     job: CheckedJob, run: Run, kinds: Mapping[str, tuple[str, ...]], make: Make, maker: str, rows: int | None = None
 ) -> Scores:
-    """The estimates of `sensitivities` for these `kinds` by tensor, from the user's cache where they are there.
+    """Return the estimates of `sensitivities` for these `kinds` by tensor, from the user's cache if possible.
 
-    `maker` names all that decides what `make` makes, beside the kind; `rows` are those of `Changes`. Raises SourceError
-    where an estimate is not finite.
+    `maker` identifies everything besides the kind that affects `make`; `rows`: see `Changes`. Raises SourceError
+    if an estimate is not finite.
     """
     path = _kept_at(job, f"{maker}, {rows} rows")
     cached = read_scores(path)
@@ -109,7 +109,7 @@ def kept_sensitivities(
 
 
 def read_scores(path: Path) -> Scores:
-    """Cached scores; none where there is no file or it does not hold a finite number for each kind of each tensor."""
+    """Return cached scores; none unless the file has a finite number for each kind of each tensor."""
     try:
         return TypeAdapter(dict[str, dict[str, FiniteFloat]]).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError):
@@ -117,7 +117,7 @@ def read_scores(path: Path) -> Scores:
 
 
 def _kept_at(job: CheckedJob, maker: str) -> Path:
-    """Where the scores of this source, text and maker are kept."""
+    """Return the cache file of the scores of this source, text and maker."""
     digest = hashlib.sha256()
     for part in (VERSION, SEQUENCES, maker, job.recipe.seed, sorted(job.source.hashes.items())):
         digest.update(f"{part}\n".encode())
@@ -126,21 +126,21 @@ def _kept_at(job: CheckedJob, maker: str) -> Path:
 
 
 def tokens_measured(spec: CalibrationSpec) -> int:
-    """How many tokens of a calibration text the estimates see at most."""
+    """Return the most calibration tokens that the estimates use."""
     return min(SEQUENCES, spec.sequences) * spec.length
 
 
 def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int, vocabulary: int = 0, inputs: int = 0) -> int:
-    """What the measurement puts into files while it runs: what flows into each block, and gradients by logits.
+    """Return the bytes of the measurement's temporary files: each block's inputs, and gradients by logits.
 
-    The latter where changes of the head, which has `vocabulary` rows, are tried; `inputs` are the values of each block
-    in a table of all tokens, of which changes are tried.
+    The latter if changes of the head, which has `vocabulary` rows, are tried; `inputs`: values per block
+    in a token table whose changes are tried.
     """
     return ((blocks + 1) * hidden + vocabulary + blocks * inputs) * tokens_measured(spec) * DTYPE.itemsize
 
 
 def peak_bytes(spec: CalibrationSpec, shapes: Shapes, with_head: bool = False) -> dict[str, int]:
-    """Bytes in memory by phase: a block with the inputs and gradients of its layers, and the output head.
+    """Return the bytes of memory by phase: a block with the inputs and gradients of its layers, and the output head.
 
     `with_head`: changes of embedding and head are tried, too.
     """
@@ -152,7 +152,7 @@ def peak_bytes(spec: CalibrationSpec, shapes: Shapes, with_head: bool = False) -
     head = DTYPE.itemsize * shapes.vocabulary * shapes.hidden
     return {
         "measuring sensitivities": block + max(passing, 10 * FLOAT32 * shapes.largest_layer),
-        # With a change of the head some more copies of the logits, and what the allocator keeps of them (measured).
+        # With a changed head: more copies of the logits, and memory that the allocator keeps of them (measured).
         "the head's gradients": (4 if with_head else 2) * head
         + (10 if with_head else 4) * FLOAT32 * HEAD_TOKENS * shapes.vocabulary
         + shapes.reading_outside,
@@ -160,11 +160,11 @@ def peak_bytes(spec: CalibrationSpec, shapes: Shapes, with_head: bool = False) -
 
 
 def sensitivities(job: CheckedJob, run: Run, propose: Propose) -> Scores:
-    """The estimated divergence in nats a token, by tensor (the skeleton's name) and kind of change.
+    """Return the estimated divergence in nats per token, by tensor (the skeleton's name) and kind of change.
 
-    `propose(name)` says which changes of the tensor are to be tried; those of a linear layer of a block, of the token
-    embedding, of the output head and of a table of what each block gets of a token are offered. The first `SEQUENCES`
-    sequences of the calibration text are used.
+    `propose(name)` returns the changes of a tensor to try. It is called for the blocks' linear layers, the token
+    embedding, the output head, and a table of per-block token inputs. The first `SEQUENCES` sequences of the
+    calibration text are used.
     """
     ids = torch.from_numpy(tokens_of(job).ids[:SEQUENCES])
     device, blocks = torch.device(job.device), len(job.skeleton.blocks)
@@ -192,18 +192,18 @@ def sensitivities(job: CheckedJob, run: Run, propose: Propose) -> Scores:
 
 
 class _Measurement:
-    """One pass forward and one back. Sums over tokens of the squared effect of each change, by tensor and kind."""
+    """A forward and a backward pass that sum the squared effect of each change over tokens, by tensor and kind."""
 
     def __init__(self, job: CheckedJob, propose: Propose, ids: torch.Tensor, path: Path) -> None:
         self._job, self._skeleton, self._propose, self._ids, self._path = job, job.skeleton, propose, ids, path
         self._passes = Passes(job, BATCH_TOKENS)
         self._device, model = self._passes.device, job.skeleton.model
-        # Names of the weights, the same where they are tied.
+        # Names of the weights, equal if they are tied.
         self._embedding = weight_name(model, model.get_input_embeddings())
         self._head = weight_name(model, model.get_output_embeddings())
         table = _input_table(model)
         self._table = table if table is not None and propose(table.name) is not None else None
-        self._table_slopes: list[Store] = []  # the gradients by what each block gets of the table, (tokens, width)
+        self._table_slopes: list[Store] = []  # gradients by each block's table inputs, (tokens, width)
         self._effects: dict[str, dict[str, torch.Tensor]] = {}  # tensor -> kind -> (tokens,) float32
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class _Measurement:
             store.close()
 
     def scores(self) -> Scores:
-        """Half the mean squares over all tokens; those that an expert does not see are zero."""
+        """Return half the mean squares over all tokens; tokens that an expert does not see count as zero."""
         count = self._ids.numel()
         return {
             name: {kind: float(effect.double().square().sum()) / count / 2 for kind, effect in kinds.items()}
@@ -223,9 +223,9 @@ class _Measurement:
             self._passes.forward(index, inputs, outputs)
 
     def head(self, states: Activations) -> None:
-        """Turn the last hidden states into the gradients of the drawn tokens' loss by them; try the head's changes.
+        """Replace the last hidden states by the gradients of the drawn tokens' loss, and try the head's changes.
 
-        The gradients by the logits, which all changes are weighed by, lie in a file meanwhile.
+        The gradients by the logits, which weigh all changes, are in a file meanwhile.
         """
         head = load_head(self._job.source, self._skeleton, self._device, DTYPE)
         changes = self._propose(self._head)
@@ -260,7 +260,7 @@ class _Measurement:
                 self._try_head(changes, head.layer.weight.detach(), inputs, given)
 
     def _try_head(self, changes: Changes, weight: torch.Tensor, inputs: list[torch.Tensor], given: Activations) -> None:
-        """The effects of all kinds on the drawn tokens' loss, part by part of inputs (n, D) and gradients by logits."""
+        """Record the effects of all kinds on the drawn tokens' loss, for inputs (n, D) and gradients by logits."""
         for kind in changes.kinds:
             change = torch.empty(weight.shape, dtype=DTYPE, device=self._device)
             step = max(1, SLAB_ELEMENTS // weight.shape[1])
@@ -275,14 +275,14 @@ class _Measurement:
             trim_heap()
 
     def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
-        """Turn the gradients by block `index`'s outputs into those by its inputs; try the changes of its layers."""
+        """Turn the gradients by block `index`'s outputs into gradients by its inputs, and try its layers' changes."""
         linears, table = self._skeleton.linears_of(index), self._table
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
         given: dict[str, list[torch.Tensor]] = {name: [] for name in (*linears, *([table.name] if table else []))}
-        outputs: dict[str, torch.Tensor] = {}  # of the batch that runs
+        outputs: dict[str, torch.Tensor] = {}  # of the running batch
 
         def note(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
-            if out.requires_grad:  # not of what only chooses tokens
+            if out.requires_grad:  # an indexer only selects tokens, so no gradient flows through it
                 seen[name].append(x.detach().reshape(-1, x.shape[-1]))
                 outputs[name] = out
 
@@ -314,9 +314,9 @@ class _Measurement:
                 del seen[name]
 
     def embedding(self, slopes: Activations) -> None:
-        """Try the changes of the token embedding: of a tied one, the effect as the head is there already.
+        """Try the changes of the token embedding; for a tied one, the effect as the head is already included.
 
-        What else is made of it than the hidden states, the first of those side by side, is left out.
+        Ignores all uses except the (first) hidden states.
         """
         name = self._embedding
         changes = self._propose(name)
@@ -337,12 +337,12 @@ class _Measurement:
             self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect
 
     def table(self) -> None:
-        """Try the changes of the table of what each block gets of a token: of the rows of tokens that occur."""
+        """Try the changes of the per-block token table, for rows of occurring tokens."""
         table = self._table
         changes = None if table is None else self._propose(table.name)
         if table is None or changes is None:
             return
-        ids = self._ids.reshape(-1)  # one behind the table takes the first row, as in transformers
+        ids = self._ids.reshape(-1)  # ids beyond the table use the first row, as in transformers
         rows, places = torch.where(ids < table.rows, ids, 0).unique(return_inverse=True)
         values = SourceValues(self._job.source, self._skeleton)
         effects = {kind: torch.zeros(len(places)) for kind in changes.kinds}
@@ -364,7 +364,7 @@ class _Measurement:
 
 @contextmanager
 def _watched(linears: dict[str, nn.Linear], note: Callable[[str, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """Hand (weight name, inputs, outputs) of the layers to `note` each time that they run."""
+    """Pass (weight name, inputs, outputs) of the layers to `note` each time that they run."""
 
     def hook(name: str) -> Callable[..., None]:
         return lambda _module, args, out: note(name, args[0], out)
@@ -377,10 +377,10 @@ def _watched(linears: dict[str, nn.Linear], note: Callable[[str, torch.Tensor, t
 
 @dataclass(frozen=True)
 class _InputTable:
-    """A table with a row for each token, of which each block gets a part beside the hidden states.
+    """A table with a row per token; each block gets a part of the row in addition to the hidden states.
 
     Gemma 3n and 4 (transformers: models/gemma3n and models/gemma4) look a token up in a table of all blocks, multiply
-    what stands there by `factor`, add a projection of the token's embedding, and call each block with its `width`.
+    the row by `factor`, add a projection of the token's embedding, and pass each block its `width` values.
     """
 
     name: str
@@ -390,7 +390,7 @@ class _InputTable:
 
 
 def _input_table(model: Any) -> _InputTable | None:
-    """That of a model, or None where its blocks get nothing of the kind."""
+    """Return a model's table, or None if its blocks have no such inputs."""
     width = int(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0) or 0)
     found = [(name, part) for name, part in model.named_modules() if name.endswith("embed_tokens_per_layer")]
     if not width or not found:
@@ -401,7 +401,7 @@ def _input_table(model: Any) -> _InputTable | None:
 
 @contextmanager
 def _as_leaves(block: nn.Module, width: int, outputs: dict[str, torch.Tensor], name: str) -> Iterator[None]:
-    """While it lasts, what the block gets of a table, (B, T, width), is a leaf of the graph, and put into `outputs`."""
+    """Make the block's table input (B, T, width) a leaf of the graph within the context, and put it into `outputs`."""
 
     def given(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.ndim != 3 or value.shape[-1] != width:

@@ -1,13 +1,13 @@
-"""Batches that go through a decoder block from one place to the next, while its weights change behind them.
+"""Run batches through a decoder block in stages, while its weights change between stages.
 
-Each batch runs in a greenlet of its own, so that any model code can be stopped before a layer and go on later with that
-layer's new weights. What a waiting batch holds is found through its frames; put away, its tensors keep their places and
-lose their storage until it goes on.
+Each batch runs in a greenlet of its own, so that any model code can stop before a layer and continue later with that
+layer's new weights. A waiting batch's tensors are found through its frames; when offloaded, they stay in place and
+lose their storage until the batch continues.
 
-What it buys, against running the block again for each group of layers, for the same bytes: converting the demo model
+Gain over running the block again for each group of layers, with the same bytes: converting the demo model
 with gptq on 32 sequences took 133 seconds of one processor instead of 213, at the same peak of 0.74 GB (AVX-512, one
-thread). A block of 7B shapes has 202 million weights, and its four groups would ask for products with 477 million, 2.4
-times as many; on 128 sequences of 512 tokens waiting batches hold 2.4 GB at most, which go to a file.
+thread). A block of 7B shapes has 202 million weights, and its four groups would need products with 477 million, 2.4
+times as many; on 128 sequences of 512 tokens waiting batches hold 2.4 GB at most, which are offloaded to a file.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import nn
 
 from quantkit.calibration.activations import Store, transfer, unlinked
 
-PAST = 1 << 30  # where a batch is that has come out of the block
-SMALL = 1 << 14  # bytes; a smaller tensor is not put away
+PAST = 1 << 30  # place of a batch that has left the block
+SMALL = 1 << 14  # bytes; smaller tensors are not offloaded
 
 
 class Batch:
-    """One batch on its way through a block. It stops at numbered places, with the input there in `x`.
+    """A batch inside a block. It stops at numbered places, with the input there in `x`.
 
-    `at` is the number of the place, PAST at the end of the block, where `x` is what came out. What it holds goes to
-    `offload_file` where there is no room for it.
+    `at` is the number of the place, PAST at the end of the block, where `x` is the output. Its tensors go to
+    `offload_file` if memory is short.
     """
 
     def __init__(self, number: int, run: Callable[[], torch.Tensor], offload_file: OffloadFile) -> None:
@@ -42,21 +42,21 @@ class Batch:
         """Run on to the place `at`, or to the first one after it that this batch passes."""
         while self.at < at:
             self._offload_file.read_back(self)
-            self.x = torch.empty(0)  # so that its frames alone hold what they still need
+            self.x = torch.empty(0)  # so that only its frames hold what it still needs
             got = self._greenlet.switch()
             self.at, self.x = (PAST, got) if self._greenlet.dead else got
 
     def wait(self) -> None:
-        """Stay while others go on; what this batch holds may be put away, `x` too."""
+        """Wait while others run; this batch's tensors, including `x`, may be offloaded."""
         self._offload_file.arrived(self)
 
     def take(self) -> torch.Tensor:
-        """What came out of the block, which is then held here no more."""
+        """Return the block's output, and release it here."""
         out, self.x = self.x, torch.empty(0)
         return out
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
-        """The storages of the tensors that its frames hold, by address."""
+        """Return the storages of tensors that its frames hold, by address."""
         storages: dict[int, torch.UntypedStorage] = {}
         frame = self._greenlet.gr_frame
         while frame is not None:
@@ -75,7 +75,7 @@ class Batch:
 
 
 class Batches:
-    """The batches of one block. Tensors at the addresses `common` belong to all of them."""
+    """The batches of one block. Tensors at the addresses `common` are shared by all."""
 
     def __init__(self, offload_file: OffloadFile, common: set[int]) -> None:
         self._offload_file, self._scheduler = offload_file, getcurrent()
@@ -87,7 +87,7 @@ class Batches:
         return self._batches[-1]
 
     def stop_at(self, at: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        """A forward pre-hook that lets the batch that comes by stop at the place `at`."""
+        """Return a forward pre-hook that stops the running batch at the place `at`."""
 
         def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             if getcurrent() is not self._scheduler:
@@ -102,7 +102,7 @@ class Batches:
 
 
 def storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """The storages of the tensors among `values` and in the tuples, lists, dicts and stores there."""
+    """Yield the storages of tensors in `values`, including those in tuples, lists, dicts and stores."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value.untyped_storage()
@@ -115,9 +115,9 @@ def storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 
 class OffloadFile:
-    """A file for what waiting batches hold beyond `room` bytes. It is unlinked: a kill leaves nothing behind.
+    """A file for tensors of waiting batches beyond `room` bytes. It is unlinked, so a kill leaves no file.
 
-    Tensors whose storages' addresses are in `common` belong to all batches and stay where they are.
+    Tensors with storages at addresses in `common` are shared by all batches and stay in memory.
     """
 
     def __init__(self, path: Path, room: int) -> None:
@@ -141,9 +141,9 @@ class OffloadFile:
         self._last = None
 
     def arrived(self, batch: Batch) -> None:
-        """Count what `batch` holds now; beyond the room, put away what the one that arrived before it holds.
+        """Count what `batch` holds now; beyond the limit, offload the batch that arrived before it.
 
-        What those two share was not made by either alone, and stays.
+        Tensors that both share belong to neither alone, and stay.
         """
         held = {address: s for address, s in batch.storages().items() if address not in self.common}
         self._in_memory[batch.number] = sum(storage.nbytes() for storage in held.values())
@@ -152,7 +152,7 @@ class OffloadFile:
             self._put_away(before, held)
 
     def read_back(self, batch: Batch) -> None:
-        """Read what `batch` had put away into its tensors."""
+        """Read the offloaded tensors of `batch` back."""
         place, _ = self._slots.get(batch.number, (0, 0))
         for storage, size in self._offloaded.pop(batch.number, []):
             storage.resize_(size)

@@ -1,4 +1,4 @@
-"""The token ids that a model is calibrated on, and whether a text that judges it shares passages with them."""
+"""The token ids that a model is calibrated on, and the passages that an evaluation text shares with them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from quantkit.system.memory import trim_heap
 
 
 def tokens_of(job: CheckedJob) -> CalibrationTokens:
-    """The job's tokens; drawn here where its check has not drawn them."""
+    """Return the job's calibration tokens, drawn now if its check has not drawn them."""
     source, recipe = job.source, job.recipe
     return job.calibration or draw_tokens(source.tokenizer(), recipe.calibration, recipe.seed, source.config)
 
 
 def context_notes(spec: CalibrationSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a user should know of sequences beyond the model's context; raises UnsupportedError where it has none."""
+    """Note sequences longer than the model's context; raises UnsupportedError if it has no such positions."""
     note = note_beyond_context(config, spec.length, "calibration sequences")
     return () if note is None else (note,)
 
@@ -36,18 +36,18 @@ def draw_tokens(
 ) -> CalibrationTokens:
     """Draw sequences from the calibration text's pieces by `seed`, for the model of a config.json.
 
-    Raises TextError where the user's own text is too short (the bundled sample gives as many as it has), SourceError
-    and UnsupportedError where the model has no embedding for a token or a position.
+    Raises TextError if the user's own text is too short (the bundled sample may give fewer sequences), SourceError
+    or UnsupportedError if the model has no embedding for a token or a position.
     """
     context_notes(spec, config or {})
     text = load_text(spec.text, "calibration")
     ids = ids_of(tokenizer, text)
     refuse_ids(config or {}, ids, text.name)
-    trim_heap()  # the tokenizer needs some hundred bytes a token
+    trim_heap()  # the tokenizer needs some hundred bytes per token
     have = len(ids) // spec.length
     if have < spec.sequences and not (text.bundled and have):
         raise TextError(
-            f"the calibration text {text.name} is too short: {len(ids)} tokens hold {have} of the asked "
+            f"the calibration text {text.name} is too short: {len(ids)} tokens, enough for {have} of "
             f"{spec.sequences} sequences of {spec.length}. Give a longer text or {'fewer' if have else 'shorter'} "
             "sequences."
         )
@@ -65,26 +65,26 @@ def _decoded(tokenizer: Any, ids: np.ndarray) -> str:
     return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
-FLATTERS = "figures on text that a method has seen flatter it"
-LEAST_SEEN, LEAST_SHARE = 3, 0.005  # of sampled passages: fewer can be a phrase that many texts have
+FLATTERS = "figures on text that a method has seen look too good"
+LEAST_SEEN, LEAST_SHARE = 3, 0.005  # of sampled passages; fewer may be common phrases
 
 
 def seen_notes(
     entry: CalibrationEntry | None, text: Text, windows: Sequence[Window], tokenizer: Any
 ) -> tuple[str, ...]:
-    """A note where the `windows` of a text share passages with what an artifact was calibrated on.
+    """Return a note if the `windows` of a text share passages with an artifact's calibration text.
 
-    Of conversations what is said counts, not what every conversation gets from the chat template. Manifests without
-    passages tell an equal text alone.
+    Only messages of conversations count, not the chat template. For manifests without
+    passages, only an identical text is noticed.
     """
     if entry is None:
         return ()
-    same = f"calibrated on the text that judges it, sha256 {text.sha256[:12]}" if entry.sha256 == text.sha256 else ""
+    same = f"calibrated on the evaluation text, sha256 {text.sha256[:12]}" if entry.sha256 == text.sha256 else ""
     if not entry.passages:
         return (f"{same}: {FLATTERS}",) if same else ()
     among = plain_texts(text.parts) if text.parts else None
     found = seen_in(entry.passages, (_decoded(tokenizer, window.ids) for window in windows), among)
     if found.seen < LEAST_SEEN or found.share < LEAST_SHARE:
-        return (f"{same}, though on other parts of it",) if same else ()
-    share = f"about {found.share:.0%} of the judged passages of {WORDS} words were in its calibration sequences"
-    return (f"{same or 'judged on text that it was calibrated on'}: {share}; {FLATTERS}",)
+        return (f"{same}, but on other parts of it",) if same else ()
+    share = f"about {found.share:.0%} of the evaluated passages of {WORDS} words were in its calibration sequences"
+    return (f"{same or 'evaluated on text that it was calibrated on'}: {share}; {FLATTERS}",)

@@ -1,9 +1,9 @@
 """Calibration: one walk over the decoder blocks in order, with one block and its activations in memory at a time.
 
 `walk` yields each block with its weights loaded. The method asks it for statistics of its linear layers' inputs,
-may replace weights by quantized ones, and the walk then computes the next block's inputs with the block as it is
-now, so that later blocks are calibrated on what they will really see. With `exact` a second stream of activations
-goes through the unquantized blocks beside it.
+may replace weights by quantized ones, and the walk then computes the next block's inputs with the changed
+block, so that later blocks are calibrated on their actual inputs. With `exact`, a second stream of activations
+goes through the unquantized blocks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.system.memory import MemoryTrimmer, trim_heap
 from quantkit.system.ranks import Shards
 
-FEW = "experts with few tokens"  # what findings call their number and the note on it
-LEAST_TOKENS = 5  # for each column of the widest layer, in the unquantized stream
+FEW = "experts with few tokens"  # key of their number and note in the findings
+LEAST_TOKENS = 5  # per column of the widest layer, in the unquantized stream
 
 Restore = Callable[[int, str], dict[str, torch.Tensor] | None]
 
@@ -47,14 +47,14 @@ def walk(
     restore: Restore = lambda _index, _prefix: None,
     then: Callable[[Activations], None] | None = None,
 ) -> Iterator[Block]:
-    """Yield the blocks in order, each with its weights; its outputs are computed when the next one is asked for.
+    """Yield the blocks in order, each with its weights; its outputs are computed when the next block is requested.
 
     `exact` is the share of the calibration sequences, rounded up to whole batches, for which the unquantized blocks
-    and their activations are kept alongside the quantized ones. `ample` is that of `Moments`.
+    run alongside the quantized ones. `ample`: see `Moments`.
     `restore(index, prefix)` may return the finished values of a block from an earlier run, by parameter name: it is
-    then passed through, not yielded. After the last block, `then` is given what came out of the unquantized one.
-    Each of several processes walks its share of the sequences; all come to the same blocks.
-    The job's skeleton loses a block's weights when the next one is asked for or the generator is closed.
+    then passed through, not yielded. After the last block, `then` is called with the unquantized block's outputs.
+    Each of several processes walks its share of the sequences; all reach the same blocks.
+    The job's skeleton loses a block's weights when the next one is requested or the generator is closed.
     """
     source, skeleton, device = job.source, job.skeleton, torch.device(job.device)
     every = tokens_of(job).ids
@@ -62,7 +62,7 @@ def walk(
     ids, exact_count = own_sequences(every, exact_sequences(exact, len(every), every.shape[1], widest), job.shards)
     whole = (len(ids) + exact_count) / len(ids)
     of_text = ids.size * beside_states(skeleton.model.config.get_text_config()).of_text * DTYPE.itemsize
-    # Both streams count, but what depends on the text is the same in both.
+    # Both streams count, but values that depend on the text are the same in both.
     twice = of_text * (whole - 1)
     path = run.folder / "activations.offload"
     values = SourceValues(source, skeleton)
@@ -109,23 +109,23 @@ def walk(
 
 
 def _note_if_unusable(last: Block, sequences: int, findings: Findings) -> None:
-    """Note where the quantized model's final hidden states are no nearer to the source's than zeros would be."""
+    """Note if the quantized model's final hidden states are no nearer to the source's than zeros."""
     if last.distance(range(sequences)) >= 1:
         findings.note(
             "the quantized model is unusable: its final hidden states differ from the source's by more than their own "
-            "norm. Take more bits or smaller groups, and evaluate it before it is used"
+            "norm. Use more bits or smaller groups, and evaluate it before use"
         )
 
 
 def batch_size(length: int) -> int:
-    """How many sequences of `length` tokens are one share of the work: of ranks, and of the unquantized stream."""
+    """Return how many sequences of `length` tokens are one unit of work for ranks and the unquantized stream."""
     return max(1, BATCH_TOKENS // length)
 
 
 def own_sequences(ids: np.ndarray, exact_count: int, shards: Shards) -> tuple[np.ndarray, int]:
-    """Of the sequences (S, T) those of this process, and how many of them are exact: the first of its own, as of all.
+    """Return this process's sequences of (S, T), and how many of them are exact: its first ones.
 
-    It gets its share of the exact ones and of the others, in whole batches, and some exact ones where there are any.
+    It gets its share of exact and other sequences, in whole batches, and some exact ones if there are any.
     """
     if shards.size == 1:
         return ids, exact_count
@@ -134,14 +134,14 @@ def own_sequences(ids: np.ndarray, exact_count: int, shards: Shards) -> tuple[np
         exact_count = min(len(ids), max(exact_count, shards.size * step))
     exact, others = ids[:exact_count], ids[exact_count:]
     first, stop = shards.sequences(len(exact), step)
-    # From the other end, so that none of few batches go to the same ranks.
+    # From the other end, so that few batches do not all go to the same ranks.
     start, end = shards.sequences(len(others), step, shards.size - 1 - shards.rank)
     exact, others = exact[first:stop], others[start:end]
     return np.concatenate([exact, others]), len(exact)
 
 
 def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:
-    """The values of block `index` as an earlier, interrupted run has written them, or None."""
+    """Return the values of block `index` that an interrupted run has written, or None."""
     if index >= writer.finished:
         return None
     values = writer.block(prefix)
@@ -149,9 +149,9 @@ def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, t
 
 
 def exact_sequences(share: float, sequences: int, length: int, widest: int) -> int:
-    """How many of the sequences also go through the unquantized blocks: a share, in whole batches.
+    """Return how many sequences also go through the unquantized blocks: a share, in whole batches.
 
-    But for a share of zero they hold `LEAST_TOKENS` for each of `widest` columns, or are all.
+    Unless the share is zero, they have `LEAST_TOKENS` per column of `widest`, or are all sequences.
     """
     step = batch_size(length)
     least = max(share * sequences, LEAST_TOKENS * widest / length) if share else 0.0
@@ -159,7 +159,7 @@ def exact_sequences(share: float, sequences: int, length: int, widest: int) -> i
 
 
 def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str], None]:
-    """Keep one note up to date: how many experts saw too few tokens, those of earlier runs included."""
+    """Return a function that updates the note on experts with too few tokens, including earlier runs."""
     experts = {expert for name in skeleton.linears() if (expert := expert_of(name))}
     earlier = findings.numbers.get(FEW, 0)
     seen: set[str] = set()
@@ -169,7 +169,7 @@ def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str],
         findings.numbers[FEW] = earlier + len(seen)
         findings.note(
             f"{findings.numbers[FEW]} of {len(experts)} experts saw fewer than {FEW_TOKENS} calibration tokens; they "
-            "are calibrated on what all experts of their block saw. Give more or more varied text",
+            "are calibrated on the inputs of all experts of their block. Give more or more varied text",
             FEW,
         )
 
@@ -177,9 +177,9 @@ def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str],
 
 
 def measure_importance(job: CheckedJob, run: Run) -> dict[str, NDArray[np.float32]]:
-    """Mean squared input of every linear layer in the blocks: weight name -> (columns,) float32.
+    """Return the mean squared inputs of every linear layer in the blocks: weight name -> (columns,) float32.
 
-    An expert that saw too few tokens has that of all experts of its block, which is noted.
+    An expert with too few tokens gets the mean of all experts of its block, with a note.
     """
     means: dict[str, NDArray[np.float32]] = {}
     for block in walk(job, run):
@@ -201,7 +201,7 @@ def measure_importance(job: CheckedJob, run: Run) -> dict[str, NDArray[np.float3
 
 
 class _Squares:
-    """The sums (K,) of the squares of inputs."""
+    """Sums (K,) of squared inputs."""
 
     def __init__(self) -> None:
         self.tokens, self.sums = 0, torch.zeros(())

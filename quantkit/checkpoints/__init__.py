@@ -1,1 +1,1 @@
-"""Safetensors files: read lazily, spooled with a journal, written."""
+"""Read safetensors files lazily, spool tensors with a journal, and write checkpoints."""

@@ -1,4 +1,4 @@
-"""Stored floats with numpy alone, and tensors that are read some rows at a time.
+"""Read stored floats with numpy only, and tensors some rows at a time.
 
 numpy has no bfloat16: its bits are read as uint16. Names of dtypes are those of safetensors.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 FLOATS = tuple(STORED)
-# The bits of the exponent, and its first refused value: NaN, infinity, and values beyond 2^64, whose square overflows.
+# The bits of the exponent, and its first refused value: NaN, infinity, and values above 2^64, whose squares overflow.
 EXPONENT = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}
 UNUSABLE = {"F64": (1023 + 64) << 52, "F32": (127 + 64) << 23, "F16": 0x1F << 10, "BF16": (127 + 64) << 7}
 
 
 def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Stored values of any shape in float32: exact but for F64, which is rounded."""
+    """Convert stored values of any shape to float32, exactly except for F64, which is rounded."""
     if dtype != "BF16":
         with np.errstate(over="ignore"):
             return values.astype(np.float32, copy=False)
@@ -42,7 +42,7 @@ def count_unusable(values: NDArray[Any], dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor of this shape; `read(start, stop)` gives rows of it in float32. A scalar is one row."""
+    """A tensor of this shape; `read(start, stop)` returns rows in float32. A scalar is one row."""
 
     shape: tuple[int, ...]
     read: Callable[[int, int], NDArray[np.float32]]
@@ -52,7 +52,7 @@ class Rows:
         return self.shape[0] if self.shape else 1
 
     def pieces(self, elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """All rows in order, about `elements` values at a time, each piece with the number of its first row."""
+        """Yield all rows in order, about `elements` values at a time, each piece with the number of its first row."""
         step = max(1, elements // max(1, math.prod(self.shape[1:])))
         return ((start, self.read(start, min(start + step, self.count))) for start in range(0, self.count, step))
 
@@ -61,12 +61,12 @@ class Rows:
 
 
 def rows_of_array(values: NDArray[np.float32]) -> Rows:
-    """The rows of an array."""
+    """Return an array as Rows."""
     plain = values if values.ndim else values[None]
     return Rows(values.shape, lambda start, stop: plain[start:stop])
 
 
 def rows_in_memory(tensor: torch.Tensor) -> Rows:
-    """The rows of a tensor in memory."""
+    """Return a tensor in memory as Rows."""
     plain = tensor if tensor.ndim else tensor[None]
     return Rows(tuple(tensor.shape), lambda start, stop: plain[start:stop].float().numpy())

@@ -27,7 +27,7 @@ DTYPES = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-ONLY_TORCH = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # numpy does not know them
+ONLY_TORCH = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # missing in numpy
 ITEM_BYTES = {name: ONLY_TORCH.get(kind) or np.dtype(kind).itemsize for name, kind in DTYPES.items()}
 AGAIN = "Fetch the file again."
 SLAB_BYTES = 4 << 20
@@ -53,7 +53,7 @@ class TensorInfo:
 
     @property
     def rows(self) -> int:
-        """Number of rows; a scalar is one row."""
+        """Return the number of rows; a scalar is one row."""
         return self.shape[0] if self.shape else 1
 
     def slabs(self, nbytes: int = SLAB_BYTES) -> Iterator[tuple[int, int]]:
@@ -74,7 +74,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     tensors = {}
     for name, entry in entries.items():
         if (dtype := entry["dtype"]) not in ITEM_BYTES:
-            raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not read. Use a float checkpoint.")
+            raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not supported. Use floats.")
         start, end = entry["data_offsets"]
         tensors[name] = TensorInfo(path.name, dtype, tuple(entry["shape"]), 8 + length + start, end - start)
     return tensors
@@ -92,7 +92,7 @@ def read_rows(folder: Path, info: TensorInfo, start: int, stop: int) -> NDArray[
 
 
 def to_torch(data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of these bytes; `dtype` is a name of safetensors."""
+    """Return the tensor of these bytes; `dtype` is a name of safetensors."""
     import torch
 
     return torch.from_numpy(data).view(getattr(torch, DTYPES[dtype])).reshape(shape)
@@ -101,7 +101,7 @@ def to_torch(data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> tor
 def unwrapped(tensors: Mapping[str, Value], first: tuple[str, ...] = (PARALLEL, PEFT)) -> dict[str, Value]:
     """Return the tensors by their names in the unwrapped model; unchanged if two names would become equal."""
     names = {name: WRAPPERS.sub("", name) for name in tensors}
-    # A prefix is cut only where every name has it.
+    # Cut a prefix only if every name has it.
     while names and (cut := [prefix for prefix in first if all(name.startswith(prefix) for name in names.values())]):
         names = {name: short.removeprefix(cut[0]) for name, short in names.items()}
     if len(set(names.values())) < len(names):
@@ -125,14 +125,14 @@ class StoredTensors:
         return sorted(self._infos)
 
     def dtype(self, name: str) -> str:
-        """The stored dtype by its torch name; raises ArtifactError for an unknown tensor."""
+        """Return the stored dtype by its torch name; raises ArtifactError for an unknown tensor."""
         return DTYPES[self._find(name).dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name).shape
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows `start:stop`; raises ArtifactError."""
+        """Return the bytes of rows `start:stop`; raises ArtifactError."""
         info = self._find(name)
         try:
             return read_rows(self._folder, info, start, stop)
@@ -140,7 +140,7 @@ class StoredTensors:
             raise ArtifactError(f"{self._folder / info.file} cannot be read: {error} Convert again.") from None
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor in its stored dtype and shape; raises ArtifactError."""
+        """Return a tensor in its stored dtype and shape; raises ArtifactError."""
         info = self._find(name)
         return to_torch(self.read_rows(name, 0, info.rows), info.dtype, info.shape)
 

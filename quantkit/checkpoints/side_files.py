@@ -1,4 +1,4 @@
-"""The files that belong to a checkpoint besides its weights."""
+"""Files of a checkpoint besides its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from quantkit.errors import SourceError
 from quantkit.system.untrusted import inside, read_object, shown
 
-# Patterns of fnmatch, as the hub takes them. A tokenizer has one of the vocabularies.
+# Patterns of fnmatch, as the hub uses them. A tokenizer has one of the vocabularies.
 VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model"),
     *("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model"),
@@ -33,11 +33,11 @@ PROCESSOR_FILES = (
 # Licences by all their names: LICENSE-MODEL, Licence.txt, NOTICE.md, USE_POLICY.md.
 TERMS = ("LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "[Nn]otice*", "*USE_POLICY*", "*[Uu]se_[Pp]olicy*")
 SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION, *TERMS)
-# Files that hold keys and values.
+# JSON files with keys and values.
 OBJECTS = (TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", GENERATION, *PROCESSOR_FILES)
-# Bytes. A tokenizer takes 20 times the size of a token that fills a file, and the process runs out of memory.
+# Bytes. A token that fills a huge file would need 20 times its size in memory.
 LARGEST, LARGEST_OBJECT, LARGEST_TEMPLATE = 1 << 26, 1 << 24, 1 << 20
-# Endings of files that are no text: code, weights, pickles.
+# Endings of files that are not text: code, weights, pickles.
 NO_TEXT = (".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".safetensors", ".gguf")
 # Endings of files that a loader may read; a note names those that are not copied.
 READABLE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
@@ -45,7 +45,7 @@ AGAIN = "Fetch the file again."
 
 
 def matches(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
-    """Whether a file of that name, relative to its checkpoint, is a side file."""
+    """Return whether a file of that name, relative to its checkpoint, is a side file."""
     return not name.lower().endswith(NO_TEXT) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -66,13 +66,13 @@ def refuse_large_files(origin: Path) -> None:
 
 def refuse_side_files(origin: Path) -> None:
     """Raise SourceError for a side file that cannot be copied: a link out of the folder, or a damaged JSON object."""
-    # Such a link could put any file of the user into an artifact that the user publishes.
+    # Such a link could put a private file into an artifact that the user publishes.
     refuse_large_files(origin)
     for name, path in _named(origin).items():
         if not inside(origin, path):
             raise SourceError(f"{path} is a link out of its folder. Put the file itself there, or remove the link.")
         if path.exists() and not path.is_file():
-            raise SourceError(f"{path} is no file. Fetch the checkpoint again.")
+            raise SourceError(f"{path} is not a file. Fetch the checkpoint again.")
         if not name.isprintable() or "\\" in name:
             raise SourceError(f"{origin} has a file with the name {shown(name)}. Rename it.")
         if name in OBJECTS and path.is_file():
@@ -80,7 +80,7 @@ def refuse_side_files(origin: Path) -> None:
 
 
 def find_side_files(origin: Path, patterns: Iterable[str] = SIDE_FILES) -> dict[str, Path]:
-    """The side files in `origin`, by name."""
+    """Return the side files in `origin`, by name."""
     return {name: path for name, path in _named(origin).items() if path.is_file() and matches(name, patterns)}
 
 
@@ -91,7 +91,7 @@ def note_not_copied(origin: Path) -> tuple[str, ...]:
         for path in origin.iterdir()
         if path.name.endswith(READABLE)
         and not (path.name.startswith(".") or path.name == "config.json" or path.name.endswith(".index.json"))
-        and "quant" not in path.name  # settings of weights, which are read with them
+        and "quant" not in path.name  # quantization settings are read with the weights
         and not matches(path.name)
     )
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -99,7 +99,7 @@ def note_not_copied(origin: Path) -> tuple[str, ...]:
 
 
 def copy_side_files(origin: Path, folder: Path) -> None:
-    """Copy the side files in `origin`; raises SourceError for what `refuse_side_files` refuses."""
+    """Copy the side files in `origin`; raises SourceError for files that `refuse_side_files` refuses."""
     refuse_side_files(origin)
     copy_files(find_side_files(origin), folder)
 

@@ -3,7 +3,7 @@
 Tensors are spooled to disk as they come and merged into shards at the end. `tensors.spool` holds their bytes.
 `tensors.journal` has a line of JSON for each finished decoder block, followed by its CRC-32: the places of its
 tensors, their CRC-32, and the state of the work. A killed process leaves at most a torn line and bytes beyond the last
-line; both are cut off when the spool is opened again, and the conversion goes on after the last finished block.
+line; both are cut off when the spool is opened again, and the conversion resumes after the last finished block.
 Format: https://github.com/huggingface/safetensors#format (bytes of the tensors without holes, header padded).
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 SPOOL, JOURNAL = "tensors.spool", "tensors.journal"
-CHUNK = 1 << 24  # bytes that are read at a time
+CHUNK = 1 << 24  # bytes read at a time
 STORED_NAMES = {f"torch.{kind}": name for name, kind in DTYPES.items()}
 
 
@@ -109,7 +109,7 @@ def _crc32(path: Path, start: int, end: int) -> int:
 
 
 class Spool:
-    """Takes tensors by name; after `finish_block` all that was added survives the end of the process.
+    """Writes tensors by name; after `finish_block`, all added tensors survive the end of the process.
 
     `finished` is the number of finished decoder blocks, from the first on.
     """
@@ -129,7 +129,7 @@ class Spool:
         self._file = self._spool_path.open("r+b" if self._spool_path.exists() else "w+b")
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor to disk, unless a finished block holds it."""
+        """Write one tensor to disk, unless a finished block has it."""
         self.add_pieces(name, tensor.dtype, tuple(tensor.shape), (tensor,))
 
     def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
@@ -152,11 +152,11 @@ class Spool:
             self._crc = zlib.crc32(data, self._crc)
         written = self._file.tell() - start
         if written != nbytes:
-            raise ValueError(f"the tensor {name} has {written} bytes, and its shape {shape} needs {nbytes}")
+            raise ValueError(f"the tensor {name} has {written} bytes, but its shape {shape} needs {nbytes}")
         return TensorInfo(SPOOL, STORED_NAMES[str(dtype)], shape, start, nbytes)
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Write another value of a tensor; if the process ends before the artifact is done, the old one counts."""
+        """Write another value of a tensor; after a kill before the artifact is complete, the old value remains."""
         old, dtype = self._entries[name], STORED_NAMES[str(tensor.dtype)]
         if (dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
             raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {dtype}")
@@ -199,7 +199,7 @@ class Spool:
             file.flush()
             os.fsync(file.fileno())
         if index == 0:
-            sync_folder(self._journal_path.parent)  # where both files are new
+            sync_folder(self._journal_path.parent)  # both files are new in it
         self._final.update(self._fresh)
         self._fresh, self._crc = {}, 0
         self.finished += 1
@@ -214,7 +214,7 @@ class Spool:
 
 
 SHARD_BYTES = 5_000_000_000
-NOT_COPIED = ("torch_dtype", "quantization_config", "auto_map")  # of config.json; code is not copied and not named
+NOT_COPIED = ("torch_dtype", "quantization_config", "auto_map")  # of config.json; code is neither copied nor named
 
 
 class Original(Protocol):
@@ -224,16 +224,16 @@ class Original(Protocol):
 
     @property
     def whole_config(self) -> dict[str, Any]:
-        """config.json."""
+        """Return config.json."""
 
     def published(self, name: str) -> str:
-        """The name of a tensor in the checkpoint."""
+        """Return the name of a tensor in the checkpoint."""
 
     def info(self, name: str) -> TensorInfo:
-        """Where a tensor is, and its shape."""
+        """Return a tensor's place and shape."""
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of some of its rows."""
+        """Return the bytes of some of its rows."""
 
 
 class CheckpointWriter(Spool):
@@ -241,7 +241,7 @@ class CheckpointWriter(Spool):
 
     A method that works block by block calls `finish_block` after each decoder block, and adds tensors outside the
     blocks after the last one. `finished` blocks of an earlier process that was killed are not added again. `finish`
-    adds the tensors that the `original` passes through, and gives all tensors its published names.
+    adds the tensors that the `original` passes through, and gives all tensors their published names.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, *, original: Original | None = None) -> None:

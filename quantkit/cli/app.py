@@ -1,6 +1,6 @@
-"""The command line: parse, call, print. No logic of its own.
+"""The command line: parse arguments, call the library, print results.
 
-Signals end a command cleanly, even where Python drops the exceptions that they raise.
+Signals end a command cleanly, even where Python swallows the exceptions that they raise.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from quantkit import __version__
 from quantkit.cli import compare, convert, evaluate, inspect, push, serving
 from quantkit.cli.options import Command, say, with_options
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
-from quantkit.system.ranks import refuse_ranks, tells, told
+from quantkit.system.ranks import prints_error, refuse_ranks, shards_of_environment
 from quantkit.system.threads import in_background
 
 AGAIN = 0.02  # seconds
-SWALLOWED = 10.0  # seconds after which a command that still runs has lost what was raised in it
+SWALLOWED = 10.0  # seconds; a command that still runs after a signal has swallowed its exception
 GRACE = 4.0  # seconds in which a rank cleans up
 
 
 def _end_in_any_case() -> None:
-    """End the process a moment after SIGTERM or SIGINT, even where it waits for other ranks and Python cannot act."""
+    """End the process soon after SIGTERM or SIGINT, even while it waits for other ranks, where Python cannot act."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -49,11 +49,11 @@ def _end_in_any_case() -> None:
 
 @contextmanager
 def signals_that_end() -> Iterator[None]:
-    """SIGTERM cleans up as Ctrl-C does, and neither is lost.
+    """Clean up on SIGTERM as on Ctrl-C, and lose neither signal.
 
-    Python drops what is raised in a destructor, with a message; the same is raised again a moment later. A library that
-    catches everything drops it, too: what still runs some seconds later gets it again. SIGINT that is ignored on entry,
-    as a shell does it for the background, stays ignored.
+    Python swallows exceptions raised in a destructor; they are raised again a moment later. A library may catch the
+    exception, too; a command that still runs some seconds later gets it again. A SIGINT ignored on entry (a shell's
+    background job) stays ignored.
     """
     dropped: list[BaseException] = []
     plain = sys.unraisablehook
@@ -79,7 +79,7 @@ def signals_that_end() -> Iterator[None]:
             again(value, SWALLOWED)
             raise value
 
-    if told().size > 1:
+    if shards_of_environment().size > 1:
         _end_in_any_case()
     acts: dict[int, Callable[[int, Any], Any]] = {signal.SIGTERM: end, signal.SIGALRM: once_more}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -118,19 +118,19 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 BEGIN = """\
-quantkit convert demo --method gptq       make one quantized copy of a model: a hub id, a folder, or demo
-quantkit eval-ppl demo-gptq-4             its perplexity, and its divergence from the model
-quantkit compare demo                     every method, one table
-quantkit methods                          what can be made, and what loads it
-quantkit --help                           all commands; quantkit COMMAND --help: their options"""
+quantkit convert demo --method gptq       quantize a model: a hub id, a folder, or demo
+quantkit eval-ppl demo-gptq-4             measure its perplexity, and its divergence from the model
+quantkit compare demo                     quantize with every method, and print one table
+quantkit methods                          list the methods, and the engines that load their formats
+quantkit --help                           list all commands; quantkit COMMAND --help: its options"""
 
 
 def begin(
     context: typer.Context, version: Annotated[bool, Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Print the version, or how to begin if no command is given."""
+    """Print the version, or the first steps if no command is given."""
     if context.invoked_subcommand not in (None, "convert"):
-        refuse_ranks("only the command convert is for several")
+        refuse_ranks("only the command convert runs in several")
     if version:
         say(f"quantkit {__version__}")
         raise typer.Exit
@@ -140,7 +140,7 @@ def begin(
 
 
 def make_app(words: Sequence[str] = ()) -> typer.Typer:
-    """Return the command line; `convert` has the options of the method that these words name."""
+    """Return the command line; `convert` has the options of the method named in `words`."""
     app = typer.Typer(
         invoke_without_command=True,
         pretty_exceptions_enable=False,
@@ -156,7 +156,7 @@ def make_app(words: Sequence[str] = ()) -> typer.Typer:
 
 
 err = Console(stderr=True)
-NO_ROOM = b"error: ResourceError: the memory that this process may take ran out\n"
+NO_ROOM = b"error: ResourceError: this process ran out of memory\n"
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ def main() -> None:
         with signals_that_end(), leader_alone_heard():
             make_app(sys.argv[1:])()
     except Exception as error:
-        if tells(error):
+        if prints_error(error):
             line = _explained(error)
             if line is None:
                 raise
@@ -175,9 +175,9 @@ def main() -> None:
 
 @contextmanager
 def leader_alone_heard() -> Iterator[None]:
-    """Let only the first of several processes of torchrun print; errors come later."""
+    """Let only the first of several torchrun processes print; errors are printed later."""
     with ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0" and told().size > 1:
+        if os.environ.get("RANK", "0") != "0" and shards_of_environment().size > 1:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
@@ -185,7 +185,7 @@ def leader_alone_heard() -> Iterator[None]:
 
 
 def _explained(error: Exception) -> str | None:
-    """Return the line for an error that the user can act on, None for a fault in quantkit."""
+    """Return the line for an error that the user can act on, None for a bug in quantkit."""
     if isinstance(error, QuantkitError):
         return f"{type(error).__name__}: {error}"
     if short := shortage_of(error):

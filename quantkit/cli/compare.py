@@ -1,4 +1,4 @@
-"""The commands for several things at once: `compare`, `run` for a recipe file, `table` and `report` for what exists."""
+"""The commands for several artifacts: `compare`, `run`, `status`, `table` and `report`."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def _compare(recipe: CompareRecipe, shown: TableOptions) -> None:
 
 def run(
     recipe: Annotated[
-        Path, Argument(help="YAML recipe: `models` in it start a sweep, `variants` a comparison, else it converts.")
+        Path, Argument(help="YAML recipe: with `models` a sweep, with `variants` a comparison, else one conversion.")
     ],
     *,
     folder: Annotated[Path | None, Option("--out", help="Output folder. Default: the recipe's.")] = None,
-    executor: Annotated[Literal["local", "ray"], Option(help="Of a sweep: local, or ray for a Ray cluster.")] = "local",
-    address: Annotated[str, Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
-    processes: Annotated[int, Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
+    executor: Annotated[Literal["local", "ray"], Option(help="For sweeps: local, or ray for a Ray cluster.")] = "local",
+    address: Annotated[str, Option(help="For sweeps: address of the Ray cluster.")] = "auto",
+    processes: Annotated[int, Option(min=1, max=1024, help="For sweeps: tasks at a time on this machine.")] = 1,
     device: Annotated[str | None, Option(help=f"{DEVICE}. Default: the recipe's, or auto.")] = None,
     force: options.Force = False,
     shown: TableOptions,
@@ -102,7 +102,7 @@ def _convert(recipe: ConvertRun, force: bool, json: Path | None) -> None:
 
 
 def _sweep(recipe: SweepRecipe, ray: str | None, processes: int, shown: TableOptions) -> None:
-    """Sweep with that many processes of this machine, or on the Ray cluster at an address."""
+    """Run a sweep in `processes` local processes, or on the Ray cluster at the address `ray`."""
     from quantkit.comparison.executors import Local, OnRay
     from quantkit.comparison.sweep import run_sweep
 
@@ -136,7 +136,7 @@ TablePaths = Annotated[
     list[str],
     Argument(
         metavar="[LABEL=]PATH ...",
-        help="Folders of comparisons, their table.json, or reports; LABEL names the machine.",
+        help="Comparison folders, table.json files or reports; LABEL names the machine.",
     ),
 ]
 
@@ -144,7 +144,7 @@ TablePaths = Annotated[
 def table(
     places: TablePaths,
     *,
-    folder: Annotated[Path | None, Option("--out", help="Folder for table.md, .csv, .json and the picture.")] = None,
+    folder: Annotated[Path | None, Option("--out", help="Folder for table.md, .csv, .json and the plot.")] = None,
     shown: TableOptions,
 ) -> None:
     """Join the reports of several models and machines into one table."""
@@ -164,9 +164,9 @@ def report(
     page: Annotated[Path, Option("--out", dir_okay=False, callback=writable(".html"), help="Page to write.")] = Path(
         "report.html"
     ),
-    max_kld: Annotated[float, Option(min=0, help="Name the smallest copy within this KLD, in nats.")] = 0.1,
+    max_kld: Annotated[float, Option(min=0, help="Recommend the smallest copy within this KLD, in nats.")] = 0.1,
     max_size: Annotated[
-        str | None, Option(help="Name the best copy within this size, such as 90MB. Default: 1/3 of float16.")
+        str | None, Option(help="Recommend the best copy within this size, such as 90MB. Default: 1/3 of float16.")
     ] = None,
     json: options.Json = None,
 ) -> None:

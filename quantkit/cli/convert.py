@@ -1,4 +1,4 @@
-"""`quantkit convert`: its options, those of the method that is asked for, and what it prints."""
+"""`quantkit convert`: its options, the options of the method, and its output."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def convert(
     from quantkit.system.modules import leave_torch_out
 
     if dry_run:
-        refuse_ranks("a forecast runs in one process; each of several takes about the same memory")
+        refuse_ranks("run --dry-run in one process; each of several needs about the same memory")
     named = {"method": recipe.pop("method"), "bits": recipe.pop("bits", None)}
     settings = {**recipe, **of_method, **resources, "adapters": adapter or ()}
     asked, limits = recipe_of(model, calibration=calibration, settings=settings, **named)
@@ -86,9 +86,9 @@ def convert(
 
 def _print_forecast(trial: DryRun, path: Path | None) -> None:
     forecast = trial.forecast
-    say(f"{trial.out} would take, on this machine:")
+    say(f"{trial.out} would need, on this machine:")
     if forecast is None:
-        say("  memory: no forecast for this method here")
+        say("  memory: no forecast for this method")
     else:
         peak = forecast.peak_phase
         parts = f"{megabytes(forecast.process)} for the process, {megabytes(forecast.phases[peak])} for {peak}"
@@ -99,5 +99,5 @@ def _print_forecast(trial: DryRun, path: Path | None) -> None:
             say(f"  {megabytes(forecast.offloaded)} of activations go to a file")
     say(f"  disk: {megabytes(trial.disk)} at most")
     minutes = (trial.before_seconds + trial.work_seconds) / 60
-    say(f"  time: about {minutes:.1f} minutes and what reading and writing take")
+    say(f"  time: about {minutes:.1f} minutes, plus reading and writing")
     save(path, trial.to_values())

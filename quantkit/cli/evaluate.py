@@ -1,4 +1,4 @@
-"""The commands that evaluate: `quantkit eval-ppl`, `eval`, `eval-tasks`, and `cache` for what they store."""
+"""The commands that evaluate: `quantkit eval-ppl`, `eval`, `eval-tasks`, and `cache`, which lists what they store."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """What `eval` and `eval-ppl` share."""
+    """Options that `eval` and `eval-ppl` share."""
 
     artifact: options.ArtifactOrModel
     about: ModelOptions
     memory: Annotated[Values, Fields(MemoryLimits)]
-    source: Annotated[str | None, Option(help="Model that the artifact was made from, if not found.")] = None
+    source: Annotated[str | None, Option(help="Source model of the artifact, if quantkit does not find it.")] = None
     card: Annotated[bool, Option("--card", help="Also put the result into the artifact's README.md.")] = False
     dry_run: options.DryRun = False
     json: options.Json = None
 
     def run(self, evaluate: Callable[..., Result], evaluation: Values) -> Result:
-        """Call a function that evaluates the model."""
         if self.card and not (Path(self.artifact) / MANIFEST).is_file():
-            raise typer.BadParameter(f"--card: {self.artifact} is no artifact folder, so it has no card")
+            raise typer.BadParameter(f"--card: {self.artifact} is not an artifact folder, so it has no card")
         with progress_bars() as progress:
             return evaluate(self.about.ref(self.artifact), progress=progress, **self.settings, **evaluation)
 
@@ -52,7 +51,7 @@ class EvaluationOptions:
         return {"source": self.source, "engine": self.about.engine_spec, "memory": memory}
 
     def keep(self, report: Report, result: object = None) -> None:
-        """Write the JSON, of `result` or of the report itself, and the card."""
+        """Write `result` (default: the report) as JSON, and update the card."""
         save(self.json, result or report)
         if self.card:
             from quantkit.report.card import write_card
@@ -65,7 +64,7 @@ def eval_ppl(
     asked: EvaluationOptions,
     *,
     cross_check: Annotated[
-        bool, Option("--cross-check", help="Compare with our own reader; exit 1 if they disagree.")
+        bool, Option("--cross-check", help="Compare the engine with the reference reader; exit 1 if they disagree.")
     ] = False,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
@@ -115,7 +114,7 @@ def _forecast(asked: EvaluationOptions, evaluation: Values) -> None:
     from quantkit.evaluation.evaluate import forecast
 
     trial = forecast(asked.about.ref(asked.artifact), **asked.settings, **evaluation)
-    say(f"evaluating {asked.artifact} would take, on this machine:")
+    say(f"evaluating {asked.artifact} would need, on this machine:")
     for part in trial.parts:
         size = "no forecast" if part.memory_bytes is None else megabytes(part.memory_bytes)
         how = "block by block" if part.walk else "whole"
@@ -130,10 +129,10 @@ def eval_tasks(
     artifact: options.ArtifactOrModel,
     *,
     tasks: Annotated[str, Option(help="Tasks of lm-evaluation-harness, comma-separated.")],
-    include: Annotated[Path | None, Option(help="Folder with more task definitions; their functions are run.")] = None,
+    include: Annotated[Path | None, Option(help="Folder with more task definitions; quantkit runs their code.")] = None,
     num_fewshot: Annotated[int | None, Option(help="Examples before each question. Default: the task's.")] = None,
     limit: Annotated[int | None, Option(help="Samples of each task. Default: all.")] = None,
-    chat_template: Annotated[bool, Option("--chat-template", help="Ask in the model's chat template.")] = False,
+    chat_template: Annotated[bool, Option("--chat-template", help="Use the model's chat template.")] = False,
     n_ctx: Annotated[int | None, Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
     about: ModelOptions,
     json: options.Json = None,
@@ -166,7 +165,7 @@ def eval_tasks(
 
 def cache(
     *,
-    clear: Annotated[bool, Option("--clear", help="Remove everything that no process uses now.")] = False,
+    clear: Annotated[bool, Option("--clear", help="Remove all entries that no process is using.")] = False,
     json: options.Json = None,
 ) -> None:
     """List cached baselines of source models and interrupted evaluations."""

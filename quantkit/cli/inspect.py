@@ -1,4 +1,4 @@
-"""The commands that read: `quantkit inspect`, `verify`, `methods`; and those of GGUF files, `imatrix` and `import`."""
+"""The commands `quantkit inspect`, `verify`, `methods`, and `imatrix` and `import` for GGUF files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WIDEST = 200  # characters of a key's value that are shown
 
 
 def inspect(
-    path: Annotated[Path, Argument(help="Artifact folder, or a GGUF file of any tool.")],
+    path: Annotated[Path, Argument(help="Artifact folder, or any GGUF file.")],
     *,
-    tensors: Annotated[bool, Option("--tensors", help="Of a GGUF file, also list every tensor.")] = False,
+    tensors: Annotated[bool, Option("--tensors", help="For a GGUF file, also list every tensor.")] = False,
     json: options.Json = None,
 ) -> None:
-    """Show what an artifact is: recipe, size, types, notes; of a GGUF file, its keys, types and tensors."""
+    """Show an artifact's recipe, size, types and notes, or a GGUF file's keys, types and tensors."""
     if path.is_file() and path.name != MANIFEST:
         _print_gguf(path, tensors, json)
         return
@@ -76,7 +76,7 @@ def verify(path: options.ArtifactFolder, *, json: options.Json = None) -> None:
     save(json, artifact.manifest)
     say(f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite")
     if added := artifact.added_files():
-        say(f"  note: not in the manifest, and so not checked: {', '.join(added)}")
+        say(f"  note: not in the manifest, so not checked: {', '.join(added)}")
 
 
 def methods(*, json: options.Json = None) -> None:
@@ -104,7 +104,7 @@ def methods(*, json: options.Json = None) -> None:
         names = (f"{name} ({remark})" if remark else name for name, (why, remark) in programs.items() if not why)
         loading.add_row(stored, kinds, ", ".join(names))
     out.print(loading)
-    say("In brackets: the oldest version tried. Why not, and what else: docs/engines.md")
+    say("In brackets: the oldest version tested. Details: docs/engines.md")
     say("The options of a method: quantkit convert --method METHOD --help")
 
 
@@ -129,14 +129,14 @@ def imatrix(
 
 
 def import_file(
-    path: Annotated[Path, Argument(help="A GGUF file; of a split model the first.", exists=True, dir_okay=False)],
+    path: Annotated[Path, Argument(help="GGUF file; the first one of a split model.", exists=True, dir_okay=False)],
     *,
     to: Annotated[Path, Option("--out", help="Output folder.")],
     dtype: Annotated[str, Option(help="float16, bfloat16, or float32 (exact).")] = "float16",
     tokenizer: Annotated[
-        Path | None, Option(help="Folder with another tokenizer than the file's.", exists=True)
+        Path | None, Option(help="Folder with a tokenizer to use instead of the file's.", exists=True)
     ] = None,
-    config: Annotated[Path | None, Option(help="A config.json instead of the file's keys.", exists=True)] = None,
+    config: Annotated[Path | None, Option(help="A config.json to use instead of the file's keys.", exists=True)] = None,
     force: options.Force = False,
 ) -> None:
     """Write a GGUF file as a Hugging Face checkpoint, dequantized."""

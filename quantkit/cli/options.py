@@ -1,8 +1,8 @@
-"""What the commands share: options made from the fields of records, and how results are printed and saved.
+"""Options made from fields of records, and printing and saving of results, for all commands.
 
 A parameter annotated with `Fields` becomes one option for each field of a record, with the field's name, type,
-default and description; the command gets a dict of the given values. A dataclass as a parameter becomes options, too:
-one for each of its fields. So commands share options.
+default and description; the command gets a dict of the given values. A parameter that is a dataclass becomes one option
+for each of its fields, so that commands share options.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 out = Console()
 FILE_WIDTH = 120  # columns of a table in a file
-# JSON files of models, which no result overwrites.
+# JSON files of models, which are never overwritten with results.
 OF_MODELS = {MANIFEST, "config.json", "quantize_config.json", "vocabulary.json", *SIDE_FILES}
-LONGEST_LINE = 20_000  # characters of what is printed at once
+LONGEST_LINE = 20_000  # characters of a printed line
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Options for fields of a record (default: all); `prefix` begins each option's name.
+    """Options for fields of a record (default: all); each option's name starts with `prefix`.
 
     With `unset`, an option that is not given is left out, even if its field has a default. `panel` is a heading in the
     help.
@@ -124,7 +124,7 @@ def _value(text: str) -> Any:
 
 
 class Group:
-    """The parameters of a function or a dataclass as options; `others` replace the marks of some."""
+    """The parameters of a function or a dataclass as options; `others` replace the annotations of some."""
 
     def __init__(self, function: Callable[..., Any], **others: Fields) -> None:
         parameters = inspect.signature(function, eval_str=True).parameters
@@ -169,7 +169,7 @@ def with_options(function: Callable[..., None], **others: Fields) -> Callable[..
 
 
 class Command(TyperCommand):
-    """A command that suggests the nearest option for an unknown one, and lists those of a method."""
+    """A command that suggests the nearest option for an unknown one, and lists a method's options in its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -189,10 +189,10 @@ class Command(TyperCommand):
 
 
 def writable(suffix: str) -> Callable[[Path | None], Path | None]:
-    """Return a check of an output file for before the work; it raises a usage error or OutputError.
+    """Return a function that checks an output file before the work; it raises a usage error or OutputError.
 
-    Only a file whose name ends in `suffix` and that does not belong to a model is overwritten. Empty files, devices
-    and pipes take anything.
+    Only files that end in `suffix` and do not belong to a model are overwritten. Empty files, devices and pipes are
+    always accepted.
     """
 
     def check(path: Path | None) -> Path | None:
@@ -200,14 +200,14 @@ def writable(suffix: str) -> Callable[[Path | None], Path | None]:
             return None
         path = path_of(path, OutputError)
         if not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
+            raise typer.BadParameter(f"the folder of {path} does not exist. Create it first.")
         if not path.exists():
             refuse_unwritable(path.absolute().parent, OutputError)
         elif path.is_file() and path.stat().st_size:
             if path.suffix.lower() != suffix:
-                raise OutputError(f"{path} exists, and only *{suffix} files are overwritten. Choose another name.")
+                raise OutputError(f"{path} exists; only {suffix} files are overwritten. Choose another name.")
             if path.name in OF_MODELS or path.name.endswith(".index.json"):
-                raise OutputError(f"{path} exists, and seems to belong to a model. Choose another name.")
+                raise OutputError(f"{path} exists and seems to belong to a model. Choose another name.")
         return path
 
     return check
@@ -234,7 +234,7 @@ WINDOWS = ("text", "protocol", "n_ctx", "limit")  # fields that choose the text 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is evaluated, besides its name, and the engine that loads it."""
+    """Revision and adapters of the model to evaluate, and the engine that loads it."""
 
     engine: Annotated[Values, Fields(EngineSpec)]
     revision: Revision = None
@@ -253,7 +253,7 @@ class TableOptions:
     """How a table is printed, and where it is saved."""
 
     transpose: Annotated[
-        bool | None, Option("--transpose/--no-transpose", help="One row a variant. Default: if columns do not fit.")
+        bool | None, Option("--transpose/--no-transpose", help="One row per variant. Default: if columns do not fit.")
     ] = None
     notes: Notes = False
     json: Json = None
@@ -264,7 +264,7 @@ class TableOptions:
 
 
 def say(line: str) -> None:
-    """Print a line, without characters that steer the terminal: names in it come from other people."""
+    """Print a line without terminal control characters: names in it come from untrusted files."""
     out.print(Text(one_line(line, LONGEST_LINE)), soft_wrap=True)
 
 
@@ -275,7 +275,7 @@ def say_notes(notes: Iterable[str]) -> None:
 
 
 def save(path: Path | None, result: object) -> None:
-    """Write a result as JSON, or a text as it is, where the user asked for it."""
+    """Write a result as JSON, or a text unchanged, if the user gave a path."""
     if path is None:
         return
     if isinstance(result, BaseModel):
@@ -290,7 +290,7 @@ def _plain(value: object) -> object:
 
 
 def print_table(table: Table, transpose: bool | None = None, notes: bool = False) -> None:
-    """Print a table for this terminal, or for a file."""
+    """Print a table, as wide as the terminal or `FILE_WIDTH`."""
     wide = out.is_terminal or "COLUMNS" in os.environ
     table.show(out if wide else Console(width=FILE_WIDTH), transpose=transpose, notes=notes)
 
@@ -303,7 +303,7 @@ def print_report(report: Report, notes: bool) -> None:
 
 
 def print_artifact(artifact: Artifact) -> None:
-    """Print what an artifact is: recipe, size, types, errors of its weights, notes."""
+    """Print an artifact's recipe, size, types, weight errors and notes."""
     m = artifact.manifest
     say(f"{artifact.folder}: {m.recipe.label} of {m.source.model}")
     say(f"  {megabytes(m.weight_bytes)}, {m.bits_per_weight:.2f} bits per weight")

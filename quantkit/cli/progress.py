@@ -1,4 +1,4 @@
-"""What a command prints besides its result: steps of long work on standard error, and the output of libraries.
+"""Print the progress of long work on standard error, and control the output of libraries.
 
 Steps are bars on a terminal, and plain lines anywhere else.
 """
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from quantkit.report.table import Table
 
 EVERY = 30.0  # seconds between two lines of a long step
-LONG = 10.0  # seconds after which a step is long
-REFRESH = 0.1  # seconds between two drawings of the bars
-is_quiet = False  # whether progress is left out
+LONG = 10.0  # seconds after which a step counts as long
+REFRESH = 0.1  # seconds between two updates of the bars
+is_quiet = False  # whether progress is hidden
 
 
 def configure_verbosity(
     quiet: Annotated[bool, Option("--quiet", help="Print nothing but the result.")] = False,
-    verbose: Annotated[bool, Option("--verbose", help="Print what libraries say, too.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Also print messages of libraries.")] = False,
 ) -> None:
     """Set what this process prints, before libraries are imported; raises BadParameter for both at once."""
     global is_quiet
@@ -56,7 +56,7 @@ def silence_libraries() -> None:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Show steps: on a terminal each with a bar, a percentage and the time left, elsewhere as lines; or not at all."""
+    """Show steps: on a terminal as bars with percentage and time left, elsewhere as lines; nothing with --quiet."""
     with progress_with_table() as (progress, _):
         yield progress
 
@@ -124,7 +124,7 @@ def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[
 
 
 class OpenSteps:
-    """The open steps, the innermost last, and how long each of them still takes."""
+    """The open steps, the innermost last, and estimate how long each of them still takes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -135,7 +135,7 @@ class OpenSteps:
         return list(self._open.values())
 
     def update(self, step: Step) -> Timed:
-        """Take a change of a step."""
+        """Record a change of a step."""
         now = self._clock()
         timed = self._open.setdefault(id(step), Timed(step, now, now))
         timed.update(now)
@@ -160,7 +160,7 @@ class Lines:
         self._print, self._steps = print_line, OpenSteps(clock)
 
     def draw(self, step: Step) -> None:
-        """Take a change of a step, and print its end."""
+        """Record a change of a step, and print its end."""
         timed = self._steps.update(step)
         if step.ended:
             how = "done" if step.share >= 1 else f"ended at {step.share:.0%}"

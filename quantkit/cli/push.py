@@ -18,14 +18,14 @@ def push(
     artifact: options.ArtifactFolder,
     *,
     repo: Annotated[str, Option(help="Repository on the Hugging Face Hub, as user/name.")],
-    create: Annotated[bool, Option("--create", help="Make the repository if it is missing.")] = False,
-    private: Annotated[bool, Option("--private", help="Make it private; refuse a public one.")] = False,
+    create: Annotated[bool, Option("--create", help="Create the repository if it is missing.")] = False,
+    private: Annotated[bool, Option("--private", help="Create it private; refuse a public one.")] = False,
     base_model: Annotated[str | None, Option(help="user/name of the source on the hub, if it was a folder.")] = None,
     results: Annotated[
         list[Path] | None,
-        Option(metavar="FILE", help="Report of eval-tasks (--json), for scores on registered benchmarks; repeatable."),
+        Option(metavar="FILE", help="Report of eval-tasks (--json) with scores on registered benchmarks; repeatable."),
     ] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="List what would go; ask no network.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="List what would be sent, without network access.")] = False,
     json: options.Json = None,
 ) -> None:
     """Push an artifact with its card to the Hugging Face Hub; repeat the command to continue after a failure."""
@@ -48,7 +48,7 @@ def push(
             progress=progress,
         )  # fmt: skip
     save(json, asdict(pushed))
-    counts = f"{len(pushed.sent)} files sent, {len(pushed.kept)} were there"
-    gone = f", {len(pushed.removed)} of a former artifact removed" if pushed.removed else ""
+    counts = f"{len(pushed.sent)} files sent, {len(pushed.kept)} unchanged"
+    gone = f", {len(pushed.removed)} of the previous artifact removed" if pushed.removed else ""
     say(f"{pushed.url}: {counts}{gone}; commit {pushed.commit[:12]}")
     say_notes(pushed.notes)

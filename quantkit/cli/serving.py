@@ -1,4 +1,4 @@
-"""The commands `quantkit serve`, and `bench`: how fast an artifact generates in process, or a server answers."""
+"""The commands `quantkit serve`, and `bench`: the speed of an artifact in process, or of a server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from quantkit.serving.load_test import LoadReport
 
 PROBES = ("size", "memory", "speed", "throughput", "answers")
-REPEATS = 5  # as many as llama-bench does
-SHARED = ("max_tokens", "price_per_hour")  # of the fields of a load, those that are measured in process, too
-# Options of one of the two only.
+REPEATS = 5  # llama-bench's default
+SHARED = ("max_tokens", "price_per_hour")  # fields of LoadTestSpec that also apply to measuring in process
+# Options that need --endpoint, and options that exclude it.
 OF_A_SERVER = ("model", "api", "api_key_env", "prompts", *(n for n in LoadTestSpec.model_fields if n not in SHARED))
 IN_PROCESS = ("threads", "revision", "adapter", *EngineSpec.model_fields)
 
@@ -41,7 +41,7 @@ def bench(
     model: Annotated[str | None, Option(help="The model's name at the endpoint.")] = None,
     api: Annotated[Literal["completions", "chat"], Option(help="chat uses the chat template.")] = "completions",
     api_key_env: Annotated[str | None, Option(help="Environment variable with the endpoint's key.")] = None,
-    prompts: Annotated[Path | None, Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
+    prompts: Annotated[Path | None, Option(help="UTF-8 file, one prompt per line. Default: nine of ours.")] = None,
     settings: Annotated[Values, Fields(LoadTestSpec)],
     notes: options.Notes = False,
     json: options.Json = None,
@@ -52,7 +52,7 @@ def bench(
     for name in OF_A_SERVER if endpoint is None else IN_PROCESS:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            where = "a server: add --endpoint" if endpoint is None else "what is measured in process: no --endpoint"
+            where = "servers: add --endpoint" if endpoint is None else "measuring in process: leave --endpoint out"
             raise typer.BadParameter(f"--{name.replace('_', '-')} is for {where}")
     if endpoint is None:
         evaluation |= {name: settings[name] for name in SHARED if name in settings}
@@ -62,7 +62,7 @@ def bench(
     from quantkit.serving.load_test import prompts_of, run_load_test
 
     if model is None:
-        raise typer.BadParameter("--endpoint needs the model's name there: --model NAME")
+        raise typer.BadParameter("--endpoint needs the model's name on the server: --model NAME")
     if api_key_env is not None and not os.environ.get(api_key_env):
         raise typer.BadParameter(f"--api-key-env: the environment variable {api_key_env} is not set")
     key = os.environ[api_key_env] if api_key_env else None
@@ -89,14 +89,13 @@ def _in_process(model: ModelRef, engine: EngineSpec, settings: Values, notes: bo
 
 
 def _print_load(report: LoadReport) -> None:
-    """Print what a server did under load."""
     from quantkit.serving.client import KINDS, OK
 
     grid = Table("", "median", "p90", "p99", title=Text(one_line(f"{report.model} at {report.endpoint}", LONGEST)))
     for name, title in (
         ("ttft_ms", "time to first token, ms"),
         ("tpot_ms", "time per output token, ms"),
-        ("itl_ms", "between two pieces of text, ms"),
+        ("itl_ms", "between two chunks of text, ms"),
         ("latency_ms", "whole answer, ms"),
     ):
         if (m := report.find(name)) is not None:
@@ -105,8 +104,8 @@ def _print_load(report: LoadReport) -> None:
     for name, title, digits in (
         ("requests_per_second", "requests/s", 3),
         ("output_tokens_per_second", "output tokens/s", 2),
-        ("total_tokens_per_second", "total tokens/s, with those of the prompts", 2),
-        ("tokens_per_answer", "tokens an answer", 1),
+        ("total_tokens_per_second", "tokens/s including prompts", 2),
+        ("tokens_per_answer", "tokens per answer", 1),
         ("cost_per_1000_tokens", "cost per 1,000 tokens", 6),
         ("cost_per_million_requests", "cost per million requests", 2),
     ):
@@ -129,7 +128,7 @@ def serve(
     settings: Annotated[Values, Fields(ServeSpec)],
     print_only: Annotated[bool, Option("--print", help="Only show the command.")] = False,
 ) -> None:
-    """Start an engine's own OpenAI-compatible server for an artifact, and wait."""
+    """Serve an artifact with its engine's own OpenAI-compatible server, until interrupted."""
     from quantkit.serving.launch import serving, wait
     from quantkit.serving.servers import plan_server
 

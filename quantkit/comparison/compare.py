@@ -53,10 +53,10 @@ DEFAULT_VARIANTS = (
     *("gptq:4", "awq:4", "nf4:4", "ctranslate2:int8", "ctranslate2:float16"),
     *("gguf:Q2_K", "gguf:Q3_K_M", "gguf:Q4_K_M", "gguf:Q5_K_M", "gguf:Q6_K"),
 )
-# Costs in evaluations of a variant, until a part of the kind has been timed (measured with `make demo`).
-SOURCE_COST = 3.0  # its baseline, and its evaluation
+# Costs, in evaluations of a variant, until a piece of that kind has been timed (measured with `make demo`).
+SOURCE_COST = 3.0  # for its baseline and its evaluation
 CONVERSION_COST = 0.3
-CALIBRATION_COST = 1.5  # for as many tokens as are evaluated
+CALIBRATION_COST = 1.5  # for as many calibration tokens as evaluated tokens
 
 
 def compare(
@@ -71,11 +71,11 @@ def compare(
     """Convert and evaluate `variants` of `model` and the model itself; write the table and return it.
 
     `out` (default ``quantkit-compare/MODEL``, with the adapters' names) gets artifacts, reports, table.md/csv/json and
-    the picture. After each variant the table so far is written, and passed to `row`. `settings` are further fields of
+    the plot. After each variant the table so far is written and passed to `row`. `settings` are further fields of
     `CompareRecipe`: `calibration` and `evaluation`, records or dicts; `revision` of a hub model; `adapters`, folders of
     LoRA adapters to merge first, in this order; `seed`; `device`.
 
-    Raises a QuantkitError for anything that can be known before the long work.
+    Raises a QuantkitError before any long work if the comparison cannot succeed.
     """
     values = {name: value for name, value in settings.items() if value is not None}
     values |= {"model": str(model), "variants": tuple(variants), "out": None if out is None else str(out)}
@@ -125,10 +125,10 @@ def name_of(recipe: CompareRecipe | ModelRef) -> str:
 
 
 class Comparison:
-    """One model and its variants: converts and evaluates them, or reuses what an earlier run left in the folder `out`.
+    """One model and its variants: converts and evaluates them, or reuses results of an earlier run in the folder `out`.
 
-    `any_machine`: also reuse a report of another machine; only figures of quality are the same there.
-    `max_memory_gb`: limit of the work; None: what is free here.
+    `any_machine`: also reuse a report of another machine; only quality figures are the same there.
+    `max_memory_gb`: limit of memory; None: free memory here.
     """
 
     def __init__(self, recipe: CompareRecipe, any_machine: bool = False, max_memory_gb: float | None = None) -> None:
@@ -143,7 +143,7 @@ class Comparison:
 
     @cached_property
     def of_original(self) -> Evaluation:
-        """The evaluation of the source, on the windows that all variants share."""
+        """Return the evaluation of the source, on the windows that all variants share."""
         return self.prepare(self.original)
 
     def folder_of(self, job: Job) -> Path:
@@ -179,20 +179,20 @@ class Comparison:
         digest = None if job.calibration is None else job.calibration.digest
         wanted = (portable(job), job.format.name, source.hashes, source.parameters, digest)
         found = (m.recipe, m.format, m.source.hashes, m.source.parameters, m.calibration_sha256)
-        # Options that only the work decides are None before it.
+        # Options that the work decides are None before it.
         options = job.options.model_dump(mode="json") | json.loads(json.dumps(dict(job.checked.options)))
         same = all(m.options.get(name) == value for name, value in options.items() if value is not None)
         copied = side_hashes(source)
-        copied.pop("tokenizer_config.json", None)  # is fixed for some engines
+        copied.pop("tokenizer_config.json", None)  # some engines need a fixed version
         same = same and all(name in m.files and m.files[name].sha256 == sha256 for name, sha256 in copied.items())
         return artifact if same and found == wanted else None
 
     def prepare(self, model: Model) -> Evaluation:
-        """Prepare an evaluation in the usual engine of the model's format, on the recipe's device or else the CPU."""
+        """Prepare an evaluation in the default engine of the model's format, on the recipe's device, else the CPU."""
         try:
             engine = choose(model, EngineSpec(device=self.recipe.device))
         except RecipeError:
-            find_device(self.recipe.device)  # raises for a device that nothing here has
+            find_device(self.recipe.device)  # raises for an unknown device
             engine = choose(model, EngineSpec(device=CPU))
         limits = MemoryLimits(max_memory_gb=self.max_memory_gb)
         return evaluate.prepare(model, self.recipe.evaluation, self.text, engine, self.source, limits)
@@ -217,14 +217,14 @@ class Comparison:
         except ReportError:
             return None
         baseline, hardware = evaluation.stored_baseline(), None
-        if self.any_machine:  # whose cache has the baseline
+        if self.any_machine:  # its cache has the baseline
             engine = replace(evaluation.engine, device=report.engine.device.split()[0])
             evaluation = replace(evaluation, engine=engine)
             baseline, hardware = baseline or report.baseline, report.hardware
         return report if report.fingerprint == evaluation.fingerprint(baseline, hardware) else None
 
     def need_of(self, job: CheckedJob) -> MemoryNeed:
-        """Estimate the memory to evaluate, whole, a variant that does not exist yet."""
+        """Estimate the memory to evaluate a future variant whole."""
         bits, windows = job.recipe.bits or job.method.default_bits, self.of_original.cut.windows
         return need_of_copy(self.source, job.format, job.checked.nbytes, bits, windows)
 
@@ -245,7 +245,7 @@ class Comparison:
         if whole:
             yield f"evaluated whole: {', '.join(whole)}"
         if by_block:
-            yield f"evaluated block by block, since memory is short for the whole: {', '.join(by_block)}"
+            yield f"evaluated block by block, since whole models do not fit into memory: {', '.join(by_block)}"
 
     def cost_of(self, job: Job) -> tuple[str, float]:
         """Return the kind of a conversion, and its cost in evaluations of a variant."""

@@ -21,11 +21,11 @@ from quantkit.errors import DISTRIBUTION, DependencyError, ResourceError, missin
 from quantkit.system.sizes import in_one_unit
 
 if TYPE_CHECKING:
-    from quantkit.comparison.tasks import Task  # whose imports are many: a node imports this file
+    from quantkit.comparison.tasks import Task  # a node imports this file, and tasks.py has many imports
 
-UNPLACED, LOST = 75, 76  # exit codes of a task that no machine left can take, and of one whose machine was lost
+UNPLACED, LOST = 75, 76  # exit codes: no remaining machine can run the task; the task's machine was lost
 POLL_S = 0.1
-NODES_S = 5.0  # between two looks at Ray's nodes
+NODES_S = 5.0  # between two queries of Ray's nodes
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Local:
     _running: dict[str, tuple[Task, subprocess.Popen[bytes]]] = field(default_factory=dict)
 
     def refuse(self, task: Task) -> str | None:
-        """Return why no machine can ever take a task. Here the sweep's scan has refused such tasks already."""
+        """Return why no machine can ever run a task. For this machine the sweep's scan has refused such tasks."""
         return None
 
     def has_room(self, task: Task) -> bool:
@@ -50,7 +50,7 @@ class Local:
         self._running[task.name] = task, process
 
     def finished(self) -> tuple[str, int]:
-        """Wait until a task ends; return its name and exit code: of a signal the negative number, UNPLACED or LOST."""
+        """Wait until a task ends; return its name and exit code: the negative number of a signal, UNPLACED, or LOST."""
         while True:
             for name, (_, process) in self._running.items():
                 if (code := process.poll()) is not None:
@@ -66,9 +66,9 @@ class Local:
 
 
 def _run_on_node(command: list[str], log: str, folder: str, threads: int, wanted: str) -> int:
-    """Run a command with the node's own interpreter, in the driver's `folder` where the node has it."""
+    """Run a command with the node's own interpreter, in the driver's `folder` if the node has it."""
     if (found := version(DISTRIBUTION)) != wanted:
-        raise RuntimeError(f"this node has quantkit {found}, the sweep was begun with {wanted}")
+        raise RuntimeError(f"this node has quantkit {found}, but the sweep was started with {wanted}")
     with Path(log).open("ab") as file:
         return subprocess.run(
             [sys.executable, *command[1:]], env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=False,
@@ -80,7 +80,7 @@ class OnRay:
     """The machines of the Ray cluster at `address` (Ray's own form, or ``auto``); it has the methods of `Local`.
 
     A task reserves `threads` cores and its memory; a task that measures its machine reserves all cores of a node.
-    Raises DependencyError without Ray, ResourceError where no cluster answers.
+    Raises DependencyError without Ray, ResourceError if no cluster answers.
     """
 
     def __init__(self, address: str, threads: int) -> None:
@@ -93,31 +93,31 @@ class OnRay:
             ray.init(address, log_to_driver=False, include_dashboard=None, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ResourceError(
-                f"no Ray cluster answers at {address}: {error}. Begin one with `ray start --head`."
+                f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`."
             ) from None
         self._ray, self._threads = ray, threads
-        self._command = ray.remote(max_retries=0)(_run_on_node)  # a sweep starts a lost task again, and says so
+        self._command = ray.remote(max_retries=0)(_run_on_node)  # the sweep itself restarts lost tasks and reports it
         self._running: dict[Any, Task] = {}
-        # A thread of Ray prints the log of a lost node to sys.stdout, whatever log_to_driver says, until the shutdown.
+        # Until shutdown, a thread of Ray prints a lost node's log to sys.stdout, even with log_to_driver off.
         self._silence = ExitStack()
         self._silence.enter_context(redirect_stdout(io.StringIO()))
 
     @property
     def most_memory(self) -> int | None:
-        """Bytes that the largest node gives tasks."""
+        """Return the bytes of memory for tasks on the largest node."""
         return max((memory for _, memory in self._nodes()), default=0) or None
 
     def refuse(self, task: Task) -> str | None:
         cores = max((cores for cores, _ in self._nodes()), default=0)
         if cores < self._threads:
-            return f"it needs {self._threads} cores, and the largest node has {cores}. Give fewer evaluation.threads"
+            return f"it needs {self._threads} cores, but the largest node has {cores}. Give fewer evaluation.threads"
         if not self._fitting(task):
             needed, most = in_one_unit(task.memory or 0, self.most_memory or 0)
-            return f"it needs {needed} of memory, and the largest node gives tasks {most} (ray start --memory)"
+            return f"it needs {needed} of memory, but the largest node has {most} for tasks (ray start --memory)"
         return None
 
     def has_room(self, task: Task) -> bool:
-        """Return whether any cores are free; Ray itself places tasks by cores and memory."""
+        """Return whether any cores are free; Ray itself assigns tasks by cores and memory."""
         return len(self._running) < max(1, sum(cores // self._threads for cores, _ in self._nodes()))
 
     def submit(self, task: Task, command: list[str]) -> None:
@@ -127,7 +127,7 @@ class OnRay:
         self._running[key] = task
 
     def finished(self) -> tuple[str, int]:
-        """Wait until a task ends, or no node is left that could take one."""
+        """Wait until a task ends, or no node is left that could run one."""
         while True:
             ended, _ = self._ray.wait(list(self._running), timeout=NODES_S)
             if ended:
@@ -161,7 +161,7 @@ class OnRay:
         return [(int(node.get("CPU", 0)), int(node.get("memory", 0))) for node in resources]
 
     def _fitting(self, task: Task) -> list[int]:
-        """Return the cores of each node that could take a task."""
+        """Return the cores of each node that could run a task."""
         return [cores for cores, memory in self._nodes() if cores >= self._threads and memory >= (task.memory or 0)]
 
 

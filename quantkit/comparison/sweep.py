@@ -1,8 +1,8 @@
-"""sweep: the same variants of several models, task by task, in one sheet. See docs/sweeps.md.
+"""sweep: convert and evaluate the same variants of several models, task by task, into one table. See docs/sweeps.md.
 
 Tasks are processes that an executor starts. A task is done if a comparison would reuse its artifact or report. So the
-same command continues an earlier one, runs what is new or changed in the recipe, and tries again what failed. A task
-that fails is named in the sheet and stops no other task.
+same command continues an earlier one, runs new or changed tasks, and retries failed ones. A task
+that fails is named in the table and stops no other task.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ OUT = Path("quantkit-sweep")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a sweep: its sheet, if anything was measured, and the reason for each failed task."""
+    """The result of a sweep: its table, if anything was measured, and the reason for each failed task."""
 
     sheet: Table | None
     failed: dict[str, str]
 
 
 def run_sweep(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
-    """Run the tasks that are left, and close the executor.
+    """Run the remaining tasks, and close the executor.
 
     Raises OutputError, RecipeError and DependencyError before any work if no task could run.
     """
@@ -81,7 +81,7 @@ def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
 
 def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[ReadyJob, Artifact | None]]) -> bool:
     """Return whether a task is done; set its report, or its memory if known. `variants` caches checked variants."""
-    model, own = comparison.original, psutil.Process().memory_info().rss  # a task's process holds about as much
+    model, own = comparison.original, psutil.Process().memory_info().rss  # a task's process needs about as much
     for variant in task.recipe.variants:
         key = f"{task.model} {variant.label}"
         if key not in variants:
@@ -93,7 +93,7 @@ def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[Ready
             return artifact is not None
         if artifact is None:
             need, limit = comparison.need_of(ready.job), comparison.max_memory_gb
-            if need.phases and (limit is None or need.memory / 1e9 <= limit):  # else it goes block by block
+            if need.phases and (limit is None or need.memory / 1e9 <= limit):  # else block by block
                 task.memory = need.memory + own
             return False
         model = Model(artifact, None)
@@ -108,7 +108,7 @@ def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[Ready
 
 @dataclass
 class _Work:
-    """The tasks of a sweep by name, and those that were started `again`."""
+    """The tasks of a sweep by name, and the names of those that were restarted (`again`)."""
 
     tasks: dict[str, Task]
     executor: Executor
@@ -117,7 +117,7 @@ class _Work:
     again: set[str] = field(default_factory=set)
 
     def begin(self) -> bool:
-        """Start the tasks that can start now, fail those that never can; return whether any task runs."""
+        """Start the tasks that can start now, fail those that never can run; return whether any task runs."""
         for task in self.tasks.values():
             if task.state != "waiting":
                 continue
@@ -139,7 +139,7 @@ class _Work:
         return any(task.state == "running" for task in self.tasks.values())
 
     def wait(self) -> None:
-        """Wait until a task ends; if its machine was lost, let it start again, once."""
+        """Wait until a task ends; if its machine was lost, restart it once."""
         name, code = self.executor.finished()
         if code == 0:
             self.tasks[name].state = "done"
@@ -149,7 +149,7 @@ class _Work:
         task = self.tasks[name] = read_task(self.tasks[name].folder)
         if code == LOST and name not in self.again:
             self.again.add(name)
-            self.progress.say(f"{name}: {_how_ended(task, code)}; it is started again")
+            self.progress.say(f"{name}: {_how_ended(task, code)}; restarting it")
             task.update(state="waiting")
         else:
             task.update(state="failed", reason=task.reason or _how_ended(task, code))
@@ -161,17 +161,17 @@ def _how_ended(task: Task, code: int) -> str:
     """Describe how a task's process ended, with the last line that it printed."""
     how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
     lost = f"lost on {task.host}" if task.host else "lost"
-    how = {UNPLACED: "no machine that is left can take it", LOST: lost}.get(code, how)
+    how = {UNPLACED: "no remaining machine can run it", LOST: lost}.get(code, how)
     lines = task.log.read_text(encoding="utf-8", errors="replace").split("\n") if task.log.is_file() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "").removeprefix("error: ")
     return f"{how}: {one_line(last, LONGEST_REASON)}" if last else how
 
 
 def _sheet(tasks: dict[str, Task], failed: dict[str, str], out: Path) -> Table | None:
-    """Join all reports into one sheet; write it and its picture into `out`."""
+    """Join all reports into one table; write it and its plot into `out`."""
     done = [task for task in tasks.values() if task.kind == "evaluate" and task.state == "done"]
     paths = [task.report or read_task(task.folder).report for task in done]
-    # Each report is a table: those of one model and machine become one.
+    # Each report is a table; join_tables merges those of one model and machine.
     tables = [(None, Table((read_report(Path(path)),))) for path in paths if path is not None]
     if not tables:
         return None

@@ -31,16 +31,16 @@ from quantkit.system.progress import Progress
 from quantkit.system.threads import call_every
 from quantkit.system.untrusted import path_of, read_object
 
-QUALITY = {"size", "perplexity"}  # probes whose figures are the same on any machine, whatever else it does
+QUALITY = {"size", "perplexity"}  # probes whose figures are the same on any machine under any load
 BEAT_S = 10.0  # between two signs of life
-SILENCE_S = 90.0  # after which a task may be gone: clocks of machines may differ, and disks be slow
+SILENCE_S = 90.0  # after which a task may be dead: machines' clocks differ, and disks may be slow
 
 
 class Task(Strict, frozen=False):
     """A conversion or an evaluation, and its state.
 
-    `recipe` compares one variant, or none: the source. Tasks named in `after` come first. `memory`: bytes that it
-    takes, if known. `host` and `pid`: the process that runs it. `report`: path of the result.
+    `recipe` has one variant, or none for the source. Tasks named in `after` come first. `memory`: bytes that it
+    needs, if known. `host` and `pid`: the process that runs it. `report`: path of the result.
     """
 
     out: str
@@ -61,13 +61,13 @@ class Task(Strict, frozen=False):
 
     @property
     def of_quality(self) -> bool:
-        """Whether the evaluation's figures are the same on every machine."""
+        """Return whether the evaluation's figures are the same on every machine."""
         probes = set(self.recipe.evaluation.probes)
         return bool(probes) and probes <= QUALITY
 
     @property
     def alone(self) -> bool:
-        """Whether it measures its machine, so that nothing else may run there."""
+        """Return whether it measures its machine, so that nothing else may run there."""
         return self.kind == "evaluate" and not self.of_quality
 
     @property
@@ -101,16 +101,16 @@ class Task(Strict, frozen=False):
         return f"{self.name}: {self._liveness()} (process {self.pid} on {self.host}, log: {self.log})"
 
     def _liveness(self) -> str:
-        """Return whether its process lives: asked on this machine, guessed from the last sign of life on others."""
+        """Describe whether its process is alive: checked on this machine, guessed from the last heartbeat on others."""
         try:
             process = psutil.Process(self.pid) if self.host == platform.node() else None
-            # A later process may have got the number.
+            # A later process may have the same number.
             gone = process and (process.status() == psutil.STATUS_ZOMBIE or process.create_time() > self.began + 1)
         except psutil.NoSuchProcess:
             gone = True
         silence = time.time() - (self.folder / "task.json").stat().st_mtime
         if gone:
-            return "ended without a word"
+            return "ended without a result"
         if silence < SILENCE_S:
             return f"running for {time.time() - self.began:.0f} s"
         return f"unknown: no sign of life for {silence:.0f} s"
@@ -134,9 +134,7 @@ def read_tasks(out: Path) -> list[Task]:
     """Read the tasks of the sweep in `out`; raises RecipeError if there are none."""
     tasks = [read_task(path.parent) for path in sorted((out / "tasks").glob("*/task.json"))]
     if not tasks:
-        raise RecipeError(
-            f"{out} holds no tasks. Give a folder that `quantkit run` of a recipe with `models` has written."
-        )
+        raise RecipeError(f"{out} has no tasks. Give the output folder of a sweep.")
     return tasks
 
 
@@ -164,7 +162,7 @@ def plan_tasks(recipe: SweepRecipe, out: Path) -> list[Task]:
             label = f"{name}.{safe_name(variant.label)}"
             own = {"out": str(out), "model": name, "recipe": original.model_copy(update={"variants": (variant,)})}
             convert = Task(name=f"{label}.convert", kind="convert", **own)
-            # Its divergence is measured from the baseline that the source's evaluation leaves.
+            # Its divergence needs the baseline that the source's evaluation stores.
             tasks += [convert, Task(name=label, kind="evaluate", after=(source.name, convert.name), **own)]
     names = [task.name for task in tasks]
     for name in names:
@@ -174,20 +172,20 @@ def plan_tasks(recipe: SweepRecipe, out: Path) -> list[Task]:
 
 
 def _absolute(name: str | None, reserved: Collection[str] = ()) -> str | None:
-    """Return the absolute path of a file or folder that exists here; leave other and `reserved` names alone."""
+    """Return the absolute path of a file or folder that exists here; other and `reserved` names stay unchanged."""
     if name is None or name in reserved or not (path := path_of(name, RecipeError)).exists():
         return name
     return str(path.absolute())
 
 
 def run_task(folder: Path, progress: Progress) -> None:
-    """Run the task of a folder and write how it ends. Raises QuantkitError, OSError.
+    """Run the task of a folder and record how it ends. Raises QuantkitError, OSError.
 
     If another process runs the same task, wait for it first.
     """
 
     def beat() -> None:
-        with suppress(OSError):  # a disk that is away for a while
+        with suppress(OSError):  # a shared disk may be unreachable for a while
             os.utime(folder / "task.json")
 
     with FileLock(folder / "lock"), call_every(BEAT_S, beat):
@@ -207,7 +205,7 @@ def _run(task: Task, progress: Progress) -> str | None:
     for variant in task.recipe.variants if task.kind == "convert" else ():
         method = find_method(variant.method)
         if not method.needs_torch(method.parse_options(variant.options)):
-            leave_torch_out()  # this process converts and ends
+            leave_torch_out()  # this process only converts
     comparison = Comparison(task.recipe, any_machine=task.of_quality)
     model = comparison.original
     for ready in comparison.check(task.recipe.variants):

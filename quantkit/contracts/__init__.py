@@ -1,1 +1,1 @@
-"""What a source, method, format, engine and probe must provide, and finding them."""
+"""Interfaces of sources, methods, formats and engines, and the registry that finds them."""

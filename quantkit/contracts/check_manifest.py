@@ -1,6 +1,6 @@
-"""An artifact held against itself: its manifest, what its files say, and the parameters of the model it stands for.
+"""Check an artifact's manifest against its files' headers and settings, and against its model's parameters.
 
-Hashes show that no byte has changed since the manifest was written; whether the manifest tells the truth is asked here.
+Hashes show that no byte has changed since the manifest was written. This file checks that the manifest is true.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from quantkit.system.untrusted import read_object, shown
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
 
-# Of a config.json: how it is stored, and code that is not run.
+# Keys of config.json that may differ: how weights are stored, and code that is not run.
 NOT_OF_THE_MODEL = ("dtype", "torch_dtype", "quantization_config", "auto_map")
-SLACK = 1.01  # for small buffers that sources store
-# Architectures whose older checkpoints store masks, which count as the source's parameters.
+SLACK = 1.01  # tolerance for small buffers that sources store
+# Architectures whose older checkpoints store masks, which count as parameters of the source.
 MASKED = ("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj")
 
 
 def refuse_untrue(artifact: Artifact) -> None:
-    """Hold every file of an artifact against its manifest, by hash and by what headers and settings say.
+    """Compare every file of an artifact with its manifest: hashes, headers and settings.
 
-    No tensor is read; see `quantkit.verify` for that. Raises ArtifactError.
+    It reads no tensors; `quantkit.verify` does. Raises ArtifactError.
     """
     artifact.refuse_changed_files()
     kind = open_format(artifact)
@@ -43,7 +43,7 @@ def refuse_untrue(artifact: Artifact) -> None:
 
 
 def open_format(artifact: Artifact) -> Format:
-    """The format that the manifest names; raises ArtifactError where the manifest contradicts itself."""
+    """Return the format that the manifest names; raises ArtifactError if the manifest contradicts itself."""
     manifest = artifact.manifest
     try:
         method, kind = find_method(manifest.recipe.method), find_format(manifest.format)
@@ -53,28 +53,28 @@ def open_format(artifact: Artifact) -> Format:
     if makes not in kind.holds:
         raise _damaged(artifact, f"the method {method.name} makes {makes.value}, and {kind.name} holds none")
     if not kind.recognizes(artifact.folder):
-        raise _damaged(artifact, f"it says that the files are {kind.name}, and they are not")
+        raise _damaged(artifact, f"it names the format {kind.name}, but the files are not in it")
     _refuse_options(artifact, method)
     _refuse_sizes(artifact, kind)
     return kind
 
 
 def refuse_disagreement(artifact: Artifact, kind: Format, reader: TensorReader) -> None:
-    """Raise ArtifactError where the manifest says something else than the files."""
+    """Raise ArtifactError if the manifest disagrees with the files."""
     manifest = artifact.manifest
     method = find_method(manifest.recipe.method)
     if (types := dict(reader.types())) != manifest.tensor_types:
-        raise _damaged(artifact, f"it counts {_counted(manifest.tensor_types)}, and the files hold {_counted(types)}")
-    told = {"bits": manifest.recipe.bits or method.default_bits, **manifest.options}
+        raise _damaged(artifact, f"it counts {_counted(manifest.tensor_types)}, but the files have {_counted(types)}")
+    recorded = {"bits": manifest.recipe.bits or method.default_bits, **manifest.options}
     for name, values in kind.recorded_options(artifact).items():
-        if name in told and not any(_same(told[name], value) for value in values):
+        if name in recorded and not any(_same(recorded[name], value) for value in values):
             found = " or ".join(map(shown, values))
-            raise _damaged(artifact, f"{name} is {shown(told[name])} there, and the files say {found}")
+            raise _damaged(artifact, f"{name} is {shown(recorded[name])} there, but {found} in the files")
     _refuse_config(artifact, kind)
 
 
 def _refuse_options(artifact: Artifact, method: Method) -> None:
-    """Hold the options against the method's and against the recipe that asked for them."""
+    """Compare the options with the method's options and with the recipe."""
     manifest = artifact.manifest
     given = {name: value for name, value in manifest.options.items() if name not in method.records}
     if unknown := sorted(given.keys() - method.Options.model_fields.keys()):
@@ -86,7 +86,7 @@ def _refuse_options(artifact: Artifact, method: Method) -> None:
         raise _damaged(artifact, str(error)) from None
     if method.calibrated(options) != (manifest.calibration_sha256 is not None):
         word = "no calibration" if manifest.calibration_sha256 is None else "a calibration"
-        raise _damaged(artifact, f"it tells of {word}, which does not fit the method {method.name} with its options")
+        raise _damaged(artifact, f"it has {word}, which contradicts the method {method.name} and its options")
     try:
         asked = method.parse_options(manifest.recipe.options).model_dump(mode="json")
     except RecipeError as error:
@@ -94,7 +94,7 @@ def _refuse_options(artifact: Artifact, method: Method) -> None:
     made = options.model_dump(mode="json")
     for name in manifest.recipe.options:
         if asked[name] not in ("auto", made[name]):
-            raise _damaged(artifact, f"{name} = {shown(asked[name])} was asked for, and {shown(made[name])} made")
+            raise _damaged(artifact, f"{name} = {shown(asked[name])} in the recipe, {shown(made[name])} in the options")
 
 
 def _refuse_sizes(artifact: Artifact, kind: Format) -> None:
@@ -103,34 +103,34 @@ def _refuse_sizes(artifact: Artifact, kind: Format) -> None:
     named = manifest.weight_files
     if sorted(weights) != sorted(named):
         other = min(weights ^ set(named), default=max(named, key=named.count, default=""))
-        raise _damaged(artifact, f"its weight files are not those of the format {kind.name}: {shown(other)}")
+        raise _damaged(artifact, f"its weight files do not belong to the format {kind.name}: {shown(other)}")
     nbytes = sum(manifest.files[name].bytes for name in weights)
     if nbytes != manifest.weight_bytes:
-        raise _damaged(artifact, f"weight_bytes is {manifest.weight_bytes}, and the weight files have {nbytes}")
+        raise _damaged(artifact, f"weight_bytes is {manifest.weight_bytes}, but the weight files have {nbytes}")
     bits = bits_per_weight(nbytes, manifest.source.parameters)
     if not math.isclose(bits, manifest.bits_per_weight, abs_tol=1e-3):
-        raise _damaged(artifact, f"bits_per_weight is {manifest.bits_per_weight}, and the files have {bits:.4f}")
+        raise _damaged(artifact, f"bits_per_weight is {manifest.bits_per_weight}, but the files have {bits:.4f}")
 
 
 def _refuse_config(artifact: Artifact, kind: Format) -> None:
-    """Hold the config.json that foreign loaders read against the one that the manifest has of the source."""
+    """Compare the config.json that engines load with the source's config.json in the manifest."""
     path = artifact.folder / "config.json"
     if "config.json" not in artifact.manifest.files:
         return
     stored = read_object(path, ArtifactError, "Convert again with --force.")
     if kind.library != "transformers" and "model_type" not in stored:
-        return  # the engine's own settings
+        return  # config.json has the engine's own settings
     one, other = _model_settings(stored), _model_settings(artifact.manifest.source.config)
     names = one.keys() | other.keys()
     if is_multimodal(stored):
-        # What the text half has beside these is the whole's, or told by the tensors.
+        # Other keys of the text half belong to the whole model, or follow from the tensors.
         one = _model_settings(stated_of(stored))
         names = one.keys() - {"tie_word_embeddings"}
     for name in sorted(names):
         if not _same(one.get(name), other.get(name)):
             raise _damaged(
                 artifact,
-                f"{name} is {shown(other.get(name))} in its source.config, and {shown(one.get(name))} in config.json",
+                f"{name} is {shown(other.get(name))} in its source.config, but {shown(one.get(name))} in config.json",
             )
 
 
@@ -139,47 +139,47 @@ def _model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are one; 1, 1.0 and true are three."""
+    """Return whether two JSON values are identical; 1, 1.0 and true are different."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 class Parameters:
-    """The parameters of a model, each ticked off when it is read: none is missing, unknown, doubled or misshapen."""
+    """Checks that a model's parameters are read completely: none missing, unknown, repeated or misshapen."""
 
     def __init__(self, artifact: Artifact, prefix: str = "") -> None:
         self._artifact, self._prefix = artifact, prefix
-        self._shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of codes, and of dense values
-        self._stands_for: dict[str, set[str]] = {}  # the parameters that a name of the files stands for
+        self._shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # shapes of codes, and of dense values
+        self._stands_for: dict[str, set[str]] = {}  # stored name -> the parameters in it
         self._missing: set[str] = set()
         self._read: set[str] = set()
 
     def expect(self, name: str, shape: tuple[int, ...], dense: tuple[int, ...] | None = None) -> None:
-        """Expect a parameter; `dense` is its shape where it is not stored as codes."""
+        """Expect a parameter; `dense` is its shape if it is not stored as codes."""
         self._shapes[name] = (shape, shape if dense is None else dense)
         self._stands_for[name] = {name}
         self._missing.add(name)
 
     def allow(self, name: str, shape: tuple[int, ...], parameters: set[str] | None = None) -> None:
-        """Let the files hold a tensor that stands for several of the `parameters`, or for none."""
+        """Allow a tensor that holds several of the `parameters`, or none."""
         self._shapes.setdefault(name, (shape, shape))
         self._stands_for.setdefault(name, parameters or set())
 
     def take(self, name: str, stored: Stored) -> None:
-        """Tick a tensor off; raises ArtifactError."""
+        """Check a tensor and mark its parameters as read; raises ArtifactError."""
         own = next((n for n in (name, self._prefix + name, name.removeprefix(self._prefix)) if n in self._shapes), None)
         if own is None:
-            raise ArtifactError(f"{self._artifact.folder} holds the tensor {name}, which the model does not have")
+            raise ArtifactError(f"{self._artifact.folder} has the tensor {name}, which the model lacks")
         codes, dense = self._shapes[own]
         shape, want = tuple(stored.shape), codes if isinstance(stored, GroupedWeight | ScaledWeight) else dense
         if shape != want:
             raise ArtifactError(f"{self._artifact.folder}: the tensor {name} has the shape {shape}, not {want}")
         if own in self._read:
-            raise ArtifactError(f"{self._artifact.folder} holds the tensor {name} twice")
+            raise ArtifactError(f"{self._artifact.folder} has the tensor {name} twice")
         self._read.add(own)
         self._missing -= self._stands_for[own]
 
     def refuse_missing(self) -> None:
-        """Raise ArtifactError for a parameter that was not there."""
+        """Raise ArtifactError for a missing parameter."""
         if self._missing:
             raise ArtifactError(
                 f"{self._artifact.folder} lacks the tensor {min(self._missing)}. Convert again with --force."
@@ -187,9 +187,9 @@ class Parameters:
 
 
 def refuse_parameters(artifact: Artifact, weights: int) -> None:
-    """Raise ArtifactError where the manifest counts other parameters than the `weights` that were read.
+    """Raise ArtifactError if the manifest's parameter count does not match the `weights` that were read.
 
-    A source or a file may store a head that is tied to the embedding; a source also small buffers.
+    A source or a file may store a tied head; a source may also store small buffers.
     """
     source = artifact.manifest.source
     sizes = (source.config.get(name) for name in ("vocab_size", "hidden_size", "n_embd", "d_model"))
@@ -197,11 +197,11 @@ def refuse_parameters(artifact: Artifact, weights: int) -> None:
     least = weights - head if source.config.get("tie_word_embeddings", True) else weights
     most = weights * SLACK + head
     if source.parameters < least or (source.parameters > most and source.architecture not in MASKED):
-        raise _damaged(artifact, f"it counts {source.parameters} parameters of the source, and {weights} are there")
+        raise _damaged(artifact, f"it counts {source.parameters} parameters of the source, but {weights} are there")
 
 
 def parameters_of(artifact: Artifact, skeleton: Skeleton) -> Parameters:
-    """What an artifact of that model must hold."""
+    """Return the parameters that an artifact of that model must have."""
     model = skeleton.model
     expected = Parameters(artifact, f"{model.base_model_prefix}.")
     stacks: dict[str, set[str]] = {}
@@ -216,7 +216,7 @@ def parameters_of(artifact: Artifact, skeleton: Skeleton) -> Parameters:
     origins = {name: each.shape for each in skeleton.origins.values() for name in (each.name, each.also)}
     for name, parts in stacks.items():
         expected.allow(name, origins[name], parts)
-    for name, value in model.state_dict().items():  # copies of tied weights, and buffers
+    for name, value in model.state_dict().items():  # also copies of tied weights, and buffers
         expected.allow(name, tuple(value.shape))
     return expected
 

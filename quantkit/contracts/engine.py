@@ -1,4 +1,4 @@
-"""What an engine must provide: the model that it loads, and the windows of tokens that this computes."""
+"""Interface of engines: the models that they load, and the windows of tokens that these compute."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 Ids = NDArray[np.int64]
-BATCH_TOKENS = 2048  # of windows of one length that are computed together
+BATCH_TOKENS = 2048  # in windows of one length computed together
 
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids (T,) that are computed at once; the logits at `first`, `first` + 1, ... are scored by `targets`."""
+    """Token ids (T,) computed at once; `targets` are the right tokens for the logits at `first`, `first` + 1, ..."""
 
     ids: Ids
     first: int
@@ -34,11 +34,11 @@ class Window:
 
     @property
     def scored(self) -> slice:
-        """The positions whose logits are scored."""
+        """Return the positions whose logits are scored."""
         return slice(self.first, self.first + len(self.targets))
 
     def pairs(self, pieces: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[np.float32], Ids]]:
-        """Take this window's (n, V) logits from an engine's `pieces`, each with the targets that score it."""
+        """Yield this window's (n, V) logits from an engine's `pieces`, each with its targets."""
         done = 0
         while done < len(self.targets):
             logits = next(pieces)
@@ -47,7 +47,7 @@ class Window:
 
 
 def tokens_in(windows: Iterable[Window]) -> int:
-    """Return the number of tokens that are computed."""
+    """Return the number of computed tokens."""
     return sum(len(window.ids) for window in windows)
 
 
@@ -57,7 +57,7 @@ def longest_in(windows: Iterable[Window]) -> int:
 
 
 def positions_in(windows: Iterable[Window]) -> int:
-    """Return the number of positions that are scored."""
+    """Return the number of scored positions."""
     return sum(len(window.targets) for window in windows)
 
 
@@ -97,8 +97,8 @@ def load_cut(path: Path) -> Cut:
 def alike(windows: Sequence[Window]) -> Iterator[list[Window]]:
     """Yield batches: neighbours of one length, at most `BATCH_TOKENS` together.
 
-    Windows of a batch are computed together, and the last digits of logits depend on it. So work that was interrupted
-    goes on at the edge of a batch.
+    Windows of a batch are computed together, and the last digits of logits depend on the batch. So interrupted work
+    resumes at a batch boundary.
     """
     batch: list[Window] = []
     for window in windows:
@@ -110,12 +110,12 @@ def alike(windows: Sequence[Window]) -> Iterator[list[Window]]:
         yield batch
 
 
-# Process variables of the libraries that multiply for several engines: oneDNN and MKL.
+# Environment variables of oneDNN and MKL, which multiply matrices in several engines.
 KERNEL_VARIABLES = ("DNNL_", "ONEDNN_", "MKL_")
 
 
 class LoadedModel(Protocol):
-    """A model that an engine has loaded, the type that it computes in, and notes for its user.
+    """A model loaded by an engine, the dtype that it computes in, and notes for users.
 
     Token ids are int64, logits float32.
     """
@@ -126,12 +126,12 @@ class LoadedModel(Protocol):
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
         """Yield the logits of the scored positions of all windows in order, (n, V) a few positions at a time.
 
-        Log-probabilities if the engine gives only those. No piece reaches over the end of a window; the logits of a
-        whole window are never in memory if the engine gives them in parts.
+        Log-probabilities if the engine returns only those. No piece crosses the end of a window; the logits of a
+        whole window are never in memory if the engine returns them in parts.
         """
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt `ids`, one by one as they are made."""
+        """Yield `count` greedy tokens after the prompt `ids`, one by one as they are generated."""
 
 
 @runtime_checkable
@@ -144,10 +144,10 @@ class ThreadedModel(LoadedModel, Protocol):
 
 @runtime_checkable
 class StatesModel(LoadedModel, Protocol):
-    """A loaded model in torch that also gives its hidden states, from which a baseline is made."""
+    """A loaded torch model that also returns hidden states, to make a baseline."""
 
     def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
-        """Yield (n, D) of each window in order: what goes into the output layer at its scored positions."""
+        """Yield (n, D) for each window in order: the input of the output layer at its scored positions."""
 
     def to(self, dtype: str) -> None:
         """Change the type that the model computes in."""
@@ -155,13 +155,13 @@ class StatesModel(LoadedModel, Protocol):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """How an engine opens a model."""
+    """Settings for an engine to load a model."""
 
     threads: int
     n_ctx: int  # longest context in tokens
     dtype: str | None = None  # None: the engine's own choice
     device: str = CPU
-    walk: bool = False  # with one decoder block's weights in memory at a time, for an engine that `walks`
+    walk: bool = False  # one decoder block in memory at a time, for engines that `walk`
     offload_bytes: int = 0  # in a walk, more bytes of hidden states go to a file
     progress: Progress = field(default_factory=Progress)  # of a walk
 
@@ -181,40 +181,40 @@ def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None
 
 @dataclass(frozen=True)
 class WeightStats:
-    """What decides the memory of a model's weights."""
+    """Facts that determine the memory of a model's weights."""
 
     format: str
     parameters: int
     outside: int  # parameters outside the blocks
-    weight_bytes: int  # of its files
+    weight_bytes: int  # bytes of its weight files
     dtype: str  # in config.json
     bits: str | None = None  # in an artifact's recipe
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine. A format names the engines that take it.
+    """An engine. Formats list the engines that load them.
 
-    `process`: a new interpreter evaluates, or a fork of one that has imported torch and transformers, which saves time
-    (system/forking.py). With `both` only the divergence, which needs the source's output layer, is measured in a fork:
-    the memory and the speed of an engine that needs neither are its own then.
+    `process`: evaluate in a new interpreter, or in a fork of one that has imported torch and transformers, to save time
+    (system/forking.py). With `both`, only the divergence, which needs the source's output layer, is measured in a fork:
+    so memory and speed are measured without torch and transformers.
     """
 
     name: str
-    module: str  # that its interpreter must have
-    install: str  # how to get it
-    opens: str  # what it opens, for the user of another format
+    module: str  # module that its interpreter must have
+    install: str  # installation hint
+    opens: str  # what it opens, shown to users of other formats
     load: Callable[[Model, LoadSpec], LoadedModel]
-    # From auto, cpu or cuda:1 to the device that it computes on in this interpreter; raises RecipeError.
+    # Maps auto, cpu or cuda:1 to its device in this interpreter; raises RecipeError.
     find_device: Callable[[str], str] = on_cpu
-    refuse: Callable[[str | None], None] = lambda _dtype: None  # a dtype that it does not have
-    # A model that it would compute wrongly or not at all, with this dtype and device.
+    refuse: Callable[[str | None], None] = lambda _dtype: None  # raises for a dtype that it lacks
+    # Raises for a model that it would compute wrongly or not at all, with this dtype and device.
     refuse_model: Callable[[Model, str | None, str], None] = lambda _model, _dtype, _device: None
-    variables: tuple[str, ...] = KERNEL_VARIABLES  # beginnings of environment variables that change what it computes
-    sets_threads: bool = False  # it loads a ThreadedModel; else each number of threads gets a process of its own
-    in_torch: bool = False  # it loads a StatesModel, whose logits come a few positions at a time
-    walks: bool = False  # it can compute with one decoder block's weights in memory at a time
+    variables: tuple[str, ...] = KERNEL_VARIABLES  # prefixes of environment variables that change its results
+    sets_threads: bool = False  # it loads a ThreadedModel; otherwise each thread count gets its own process
+    in_torch: bool = False  # it loads a StatesModel, which returns logits a few positions at a time
+    walks: bool = False  # it can compute with one decoder block in memory at a time
     process: Literal["new", "forked", "both"] = "new"
-    server: str | None = None  # its OpenAI-compatible server, if `quantkit serve` starts it (serving/servers.py)
-    # Bytes that the weights take in memory on a CPU with this dtype; None: the memory is not estimated.
+    server: str | None = None  # its OpenAI-compatible server, if `quantkit serve` starts one (serving/servers.py)
+    # Returns the bytes of the weights in memory on a CPU with this dtype; None: memory is not estimated.
     holds: Callable[[WeightStats, str | None], int] | None = None

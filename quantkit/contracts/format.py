@@ -1,8 +1,8 @@
-"""What a format must provide: bytes on disk that hold a model's tensors.
+"""Interface of formats, which store a model's tensors as files.
 
-A format knows no method. What a method makes is a value, a dense tensor or one of the records in numerics/, and a
-format that can hold it writes it; what a format reads is such a value again.
-With several ranks the leader writes; the writers of the others take nothing, and know what was finished earlier.
+A format knows no method. A method makes a dense tensor or one of the records in numerics/, and every format that can
+store it writes it; reading a format returns such values again.
+With several ranks only the leader writes. Other ranks' writers ignore tensors, but know which blocks are finished.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     Values = Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]
 
 Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight | ScaledWeight"  # what methods make
-Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # what formats give back
+Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # values that formats return
 
 
 class Content(Enum):
-    """What a method makes and a format holds."""
+    """The kinds of values that methods make and formats store."""
 
     GROUPED_CODES = "grouped codes"  # GroupedWeight
     SCALED_VALUES = "scaled values"  # ScaledWeight
-    MXFP4_VALUES = "mxfp4 values"  # ScaledWeight, in a grid that GGUF has, too
+    MXFP4_VALUES = "mxfp4 values"  # ScaledWeight, on a grid that GGUF has, too
     NORMAL_FLOAT = "normal float"  # NormalFloatWeight
     FLOATS = "floats"
     GGML_BLOCKS = "ggml blocks"
@@ -47,23 +47,23 @@ class Content(Enum):
 
     @property
     def of_linear_layers(self) -> bool:
-        """Whether the linear layers of transformers' model are quantized, and nothing else."""
+        """Return whether exactly the linear layers of transformers' model are quantized."""
         return self not in (Content.FLOATS, Content.GGML_BLOCKS, Content.ENGINE_MODEL)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a method asks a format to hold.
+    """The quantized layout that a method requests from a format.
 
-    `values` of the layers are integer ``codes``, or ``int8``, ``float8``, ``nvfp4`` or ``mxfp4`` times scales.
-    Codes of `bits` bits; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses; of float8 as
-    many rows do, too); `symmetric`: all zero points in the middle; `column_order`: groups are not of neighbouring
-    columns; `dtype` of what stays as it is; `settings` of the method that files of some formats name; `min_quantized`:
-    the format refuses to quantize a smaller share of the linear layers' weights; `head_bits` of an output head that is
-    quantized, too. `layer_bits` are the bits of every layer by its weight's name, where they differ, `bits` then those
-    of most weights; `choices` are bits that layers may get, where that is still open. The format says `least_zero`, the
-    smallest zero point that can be stored; `dense`, the weights of linear layers that stay as they are; `skipped`,
-    modules that its readers would take for quantized unless the file names them.
+    `values` of the layers: integer ``codes``, or ``int8``, ``float8``, ``nvfp4`` or ``mxfp4`` times scales.
+    `bits` of the codes; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses; float8: as many
+    rows share it, too); `symmetric`: all zero points are in the middle; `column_order`: groups are not of neighbouring
+    columns; `dtype` of tensors that are not quantized; `settings` of the method that some formats record;
+    `min_quantized`: the format refuses to quantize a smaller share of the linear layers' weights; `head_bits` of a
+    quantized output head. `layer_bits`: bits of every layer by its weight's name, if they differ; `bits` are then those
+    of most weights. `choices`: bits to choose from, before the choice. The format sets `least_zero`, the smallest zero
+    point that it can store; `dense`, the weights of linear layers that stay unquantized; and `skipped`, modules that
+    its readers would take for quantized unless the file names them.
     """
 
     bits: int = 16
@@ -82,78 +82,78 @@ class Layout:
     skipped: tuple[str, ...] = ()
 
     def bits_of(self, name: str) -> int:
-        """Bits of the codes of the layer whose weight is called `name`."""
+        """Return the bits of the layer whose weight is `name`."""
         return self.layer_bits.get(name, self.bits)
 
     @property
     def every_bits(self) -> tuple[int, ...]:
-        """All bits that layers have, or may get."""
+        """Return all bits that layers have, or may get."""
         return tuple(sorted({*self.layer_bits.values(), *self.choices} or {self.bits}))
 
 
 class TensorReader(Protocol):
-    """The tensors of an artifact or a foreign folder or file, by the source's names."""
+    """Reads the tensors of an artifact, or of another folder or file, by the source's names."""
 
     def names(self) -> list[str]:
-        """All of them, in order."""
+        """Return all names, in order."""
 
     def read(self, name: str) -> Stored:
-        """One of them: dense, in rows, or as codes and scales. Raises ArtifactError."""
+        """Return a tensor: dense, in rows, or as codes and scales. Raises ArtifactError."""
 
     def types(self) -> Mapping[str, int]:
-        """How many tensors are stored as what, as the writer counts them for the manifest's `tensor_types`."""
+        """Count tensors by stored type, as the writer does for the manifest's `tensor_types`."""
 
 
 class QuantizedReader(TensorReader, Protocol):
-    """A reader whose folder can be converted again."""
+    """A reader of quantized folders that quantkit can convert again."""
 
     def read(self, name: str) -> Stored:
-        """One of the tensors. Rows are dequantized when they are asked for. Raises ArtifactError."""
+        """Return a tensor; rows are dequantized when they are read. Raises ArtifactError."""
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape (N, K) of a quantized layer's values, told without reading them; None for a dense tensor."""
+        """Return the shape (N, K) of a quantized layer's values without reading them; None for a dense tensor."""
 
     def quantization(self) -> str:
-        """How the layers are quantized, in a few words."""
+        """Describe in a few words how the layers are quantized."""
 
     def layout(self) -> Layout:
-        """What would hold the codes of all layers; raises UnsupportedError where they are no grouped codes."""
+        """Return the layout that fits the codes of all layers; raises UnsupportedError for other codes."""
 
 
 class TensorWriter:
-    """Takes tensors by the source's names, in any order, into a spool; `checkpoint` may be one of safetensors."""
+    """Writes tensors by the source's names, in any order, into a spool; `checkpoint` may write safetensors."""
 
     def __init__(self, checkpoint: Spool, source: Source, run: Run) -> None:
         self.checkpoint, self.source, self.run = checkpoint, source, run
 
     @property
     def finished(self) -> int:
-        """Number of decoder blocks that an earlier run has finished, from the first on."""
+        """Return the number of decoder blocks that an earlier run has finished, from the first on."""
         return self.checkpoint.finished
 
     def add(self, name: str, value: Written) -> None:
-        """Take one tensor; its bytes go to disk at once. Raises TypeError for a kind that the format does not hold."""
-        raise TypeError(f"{name}: this format does not hold a {type(value).__name__}")
+        """Write one tensor to disk. Raises TypeError for a kind that the format cannot store."""
+        raise TypeError(f"{name}: this format cannot store a {type(value).__name__}")
 
     def block(self, _prefix: str) -> Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]:
-        """What was taken of the block whose names begin with the prefix; nothing where there is no way back."""
+        """Return the values written of the block with this name prefix; empty if the format cannot read them back."""
         return {}
 
     def replace_scales(self, name: str, _scales: torch.Tensor) -> None:
-        """Give the weight `name` other scales (N, G) of the same shape; after a kill it has the old ones."""
+        """Replace the scales (N, G) of the weight `name`; if the process is killed, the old ones remain."""
         raise TypeError(f"the scales of {name} cannot be replaced in this format")
 
     def finish_block(self, index: int) -> None:
-        """Make decoder block `index`, and all that was taken and found out so far, survive the end of the process."""
+        """Record decoder block `index` as finished, with all tensors and findings so far, for resuming."""
         self.checkpoint.finish_block(index, self.run.findings.to_values())
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of what a format holds, as users of engines tell them apart.
+    """One kind of a format's content that engines distinguish.
 
-    `bits` as they are asked for, `words` for what else it is told by; `quantization` is what config.json says of it.
-    `only`: where alone an engine that takes it does so, by engine, such as ``GPUs``.
+    `bits` as in recipes; `words` describe the kind; `quantization` is its `quantization_config`.
+    `only`: the only device on which an engine loads it, by engine, such as ``GPUs``.
     """
 
     bits: str
@@ -166,10 +166,10 @@ class Kind:
 class Loading:
     """How an engine loads the artifacts of a format.
 
-    `since` is the oldest version tried, `package` what must be importable beside the engine's own. `weights` are what
-    it holds in memory: dense ones, those of the file as they are ``packed``, where `packed_bits` are given with these
-    bits alone, or ``both``. `values`: it can compute with the values of a source, not only with the files in its
-    folder. refuse(artifact, dtype, device) raises EngineError for an artifact that it computes wrongly.
+    `since`: oldest version tested; `package`: an additional module that must be importable. `weights` in memory are
+    dense, ``packed`` as in the file (if `packed_bits` are given, only those), or ``both``. `values`: it can compute
+    with the values of a source, not only with the files in its folder. refuse(artifact, dtype, device) raises
+    EngineError for an artifact that it would compute wrongly.
     """
 
     since: str = ""
@@ -180,30 +180,29 @@ class Loading:
     refuse: Callable[[Artifact, str | None, str], None] = lambda _artifact, _dtype, _device: None
 
     def stays_packed(self, bits: str | None) -> bool:
-        """Whether layers of an artifact with these bits are in memory as they are in the file."""
+        """Return whether layers with these bits stay in memory as packed in the file."""
         return self.weights == "packed" and (self.packed_bits is None or bits in self.packed_bits)
 
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of files.
+    """A file format.
 
-    `holds` is what methods make that it can store; none: it is read as a source only. `loading` says how each engine
-    takes it, the one that its users run first; of those with `values` the first computes baselines. `servers` load it,
-    too, and quantkit only prints how they are started: arguments that their commands need, by name. recognizes(path)
-    says whether a folder or file is of this kind. open(path, weight_files, config) reads: `config` is the source's
-    config.json, where it is known. check(source, skeleton, layout) refuses what the format cannot hold, before any long
-    work. writer(source, skeleton, run, layout)
-    takes tensors as they come; None where the order of a file's parts is fixed, or its engine writes it.
-    open_quantized(path, weight_files, config) reads what other tools wrote, as a source; None where it cannot. `kinds`
-    are all that it holds. refusals(quantization) are reasons why engines cannot take a folder whose config.json has
-    this `quantization_config` (empty: none), by engine. recorded_options(artifact) is what the files themselves say of
-    the recipe: `bits` and options of methods by name, each with all values that agree with the files.
-    refuse_tensors(config, shapes) raises ArtifactError where a model of this config.json has other tensors; None:
-    transformers' model is asked, which takes torch. prepared(source) is the source as the format's engines compute it:
-    what they do not know is put into its weights. `usage` is Markdown for the model card: how engines load FOLDER;
-    {file} becomes the first weight file's name, {transformers} the lines that load a folder with transformers.
-    `library` is the hub's name of who loads it.
+    `holds`: the values that it can store; empty: quantkit only reads it, as a source. `loading`: how each engine loads
+    it, the default engine first; the first with `values` computes baselines. `servers` load it, too, but quantkit only
+    prints their commands, with these arguments by name. recognizes(path) returns whether a folder or file is in this
+    format. open(path, weight_files, config) reads it; `config` is the source's config.json if known. check(source,
+    skeleton, layout) refuses models that the format cannot store, before long work. writer(source, skeleton, run,
+    layout) stores tensors in any order; None if the order of a file's parts is fixed, or its engine writes it.
+    open_quantized(path, weight_files, config) reads other tools' files as a source; None if it cannot. `kinds`: all
+    kinds of its content. refusals(quantization) returns by engine why it cannot load a folder whose config.json has
+    this `quantization_config` (empty: none). recorded_options(artifact) returns the recipe's `bits` and options that
+    the files record, each with all values that agree with the files. refuse_tensors(config, shapes) raises
+    ArtifactError if a model of this config.json has other tensors; None: compare with transformers' model, which needs
+    torch. prepared(source) returns the source as the format's engines compute it, with unknown settings folded into
+    weights. `usage`: Markdown for the model card on how engines load FOLDER; {file} becomes the first weight file's
+    name, {transformers} the code that loads a folder with transformers. `library`: the hub's name of the loading
+    library.
     """
 
     name: str
@@ -228,21 +227,21 @@ class Format:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The names of the engines that take it."""
+        """Return the names of the engines that load it."""
         return tuple(self.loading)
 
     def loaded_by(self, engine: str) -> Loading:
-        """How an engine loads it; of one that does not take it nothing is known."""
+        """Return how an engine loads it; an empty record if the engine cannot."""
         return self.loading.get(engine, Loading())
 
     @property
     def keeps(self) -> bool:
-        """Whether its files hold tensors beside the model, as they are, under the names of the published checkpoint."""
+        """Return whether its files store tensors outside the model unchanged, under their published names."""
         return self.weight_files == ("*.safetensors",)
 
 
 class _Leading(TensorWriter):
-    """The leader's: it reads finished blocks for all."""
+    """The leader's writer, which reads finished blocks for all ranks."""
 
     def __init__(self, writer: TensorWriter, shards: Shards) -> None:
         super().__init__(writer.checkpoint, writer.source, writer.run)
@@ -262,7 +261,7 @@ class _Leading(TensorWriter):
 
 
 class _Following(TensorWriter):
-    """Another rank's."""
+    """The writer of every other rank."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards, self._finished = shards, shards.from_leader(0)
@@ -272,21 +271,21 @@ class _Following(TensorWriter):
         return self._finished
 
     def add(self, name: str, value: Written) -> None:
-        """The leader has the same."""
+        """Ignore the tensor: the leader has the same."""
 
     def block(self, _prefix: str) -> Values:
         return self._shards.from_leader({})
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
-        """The leader does."""
+        """Do nothing: the leader replaces them."""
 
     def finish_block(self, index: int) -> None:
-        """The leader does."""
+        """Do nothing: the leader finishes the block."""
 
 
 @contextmanager
 def leading(opened: AbstractContextManager[TensorWriter], shards: Shards) -> Iterator[TensorWriter]:
-    """The leader's writer; in a single process the `opened` one as it is."""
+    """Yield the leader's writer; in a single process, the `opened` writer itself."""
     with opened as writer:
         if shards.size == 1:
             yield writer
@@ -297,5 +296,5 @@ def leading(opened: AbstractContextManager[TensorWriter], shards: Shards) -> Ite
 
 @contextmanager
 def following(shards: Shards) -> Iterator[TensorWriter]:
-    """What another rank has in place of the leader's writer."""
+    """Yield the writer of a rank that is not the leader."""
     yield _Following(shards)

@@ -1,6 +1,6 @@
-"""What a method of quantizing must provide, and the Job that it is given: one conversion that was asked for.
+"""Interface of quantization methods, and the Job that they get: one requested conversion.
 
-A Job does not change while it runs. What the work finds out goes into the Findings of its Run.
+A Job does not change while it runs. Results and notes of the work go into the Findings of its Run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from quantkit.models.skeleton import Skeleton
 
-# Of jobs, which are only read; of methods, which also take them.
+# For jobs, which only return them (covariant), and for methods, which also accept them.
 Options = TypeVar("Options", bound=Strict, covariant=True, default=Strict)
 OwnOptions = TypeVar("OwnOptions", bound=Strict, default=Strict)
 OwnPlan = TypeVar("OwnPlan", default=object)
@@ -36,12 +36,12 @@ TakenOptions = TypeVar("TakenOptions", bound=Strict, contravariant=True, default
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a forecast needs of the largest decoder block, and of the tensors around the blocks.
+    """Sizes for a forecast: of the largest decoder block, and of the tensors outside the blocks.
 
-    `stages` are (rows, columns) of linear layers, those that lie side by side in a module and have as many input
-    columns as one. `states` hidden states of a token flow side by side, and with them values `of_text` that blocks are
-    called with and values that blocks have `shared`. `reading` is what memory a tensor of a block takes while it is
-    read (`Source.reading_bytes`), `reading_outside` one that lies in none.
+    `stages`: (rows, columns) of linear layers; neighbours in a module with the same number of input columns count as
+    one. Each token has `states` hidden states, `of_text` further values that blocks are called with, and `shared`
+    values that blocks share. `reading`: bytes of memory to read a tensor of a block (`Source.reading_bytes`);
+    `reading_outside`: the same for tensors outside the blocks.
     """
 
     block_parameters: int
@@ -60,27 +60,27 @@ class Shapes:
 
     @property
     def widest(self) -> int:
-        """Input columns of the widest layer."""
+        """Return the input columns of the widest layer."""
         return max((columns for _, columns in self.stages), default=0)
 
     @property
     def tallest(self) -> int:
-        """Rows of the tallest stage."""
+        """Return the rows of the tallest stage."""
         return max((rows for rows, _ in self.stages), default=0)
 
     @property
     def largest_layer(self) -> int:
-        """Values of the largest linear layer."""
+        """Return the number of values of the largest linear layer."""
         return max((rows * columns for rows, columns in self.layers), default=0)
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What a method holds at its peak on a decoder block, for the forecast of memory.
+    """A method's peak memory on a decoder block, for the forecast.
 
-    `streams` of activations (0: it does not calibrate; 1.25: a quarter of the sequences goes through the unquantized
-    model, too); `suspended`: all batches wait inside the block; `work`: bytes beside the block, its activations and
-    the forward pass; `further`: phases of its own, in words, and their bytes.
+    `streams` of activations (0: no calibration; 1.25: a quarter of the sequences also runs through the unquantized
+    model); `suspended`: all batches wait inside the block; `work`: bytes besides the block, its activations and
+    the forward pass; `further`: names and bytes of the method's own phases.
     """
 
     streams: float = 0
@@ -91,10 +91,10 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class BitSearch(Generic[TakenOptions, OwnPlan]):
-    """What a method chooses by long work before it writes, such as the bits of each layer.
+    """A long search before writing, such as for the bits of each layer.
 
-    choose(job, run) gives the plan with what was chosen, and keeps that among the findings, so that unfinished work
-    goes on with it. memory(job, shapes) names phases of it with the bytes that they hold.
+    choose(job, run) returns the plan with the choice, and records the choice in the findings, so that unfinished work
+    resumes with it. memory(job, shapes) returns the bytes of its phases by name.
     """
 
     choose: Callable[[CheckedJob[TakenOptions, OwnPlan], Run], OwnPlan]
@@ -103,20 +103,18 @@ class BitSearch(Generic[TakenOptions, OwnPlan]):
 
 @dataclass(frozen=True)
 class Method(Generic[OwnOptions, OwnPlan]):
-    """A way to quantize. It knows no file: what it makes goes to the job's format.
+    """A quantization method. It handles no files: its results go to the job's format.
 
-    Every format that holds what it `makes` can be written, `default_format` where none is asked for. With some bits it
-    makes something else, or has another default format: `other_kinds` gives both.
-    refuse_config(config) gives the reason why no model of this config.json can be taken, where the file alone tells it,
-    without torch or transformers. check(job) refuses what cannot work, before any long work.
-    write(job, run) makes the tensors and gives them to the format's writer, which writes into run.folder.
-    weights_comparable: the stored values are near the source's, tensor by tensor. calibrated(options) says whether it
-    needs calibration text, needs_torch(options) whether it needs torch, in this process or in transformers.
-    peak_memory(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
-    refuse_ranks(job) gives the reason why several processes cannot share the work; None: they can.
-    bits_of(source) gives the bits that the source decides where the user does not say any; None: the default.
-    `bit_search` is done before `write`; None: nothing is left to be chosen after the check.
-    `records` are what manifests have among the options and users cannot set: constants that decide bytes.
+    It can write every format that holds what it `makes`; the default is `default_format`. `other_kinds`: for some bits,
+    another kind of values or another default format. refuse_config(config) returns why no model of this config.json is
+    supported, if the file alone shows it, without torch or transformers. check(job) refuses jobs that cannot work,
+    before any long work. write(job, run) makes the tensors and passes them to the format's writer in run.folder.
+    weights_comparable: stored values are near the source's, tensor by tensor. calibrated(options) returns whether it
+    needs calibration text, needs_torch(options) whether it needs torch, here or in transformers. peak_memory(job,
+    shapes) returns the memory of the work on a decoder block; None: no forecast. refuse_ranks(job) returns why several
+    processes cannot share the work; None: they can. bits_of(source) returns the bits that the source implies if the
+    user gives none; None: the default. `bit_search` runs before `write`; None: nothing is left to choose after the
+    check. `records`: constants that manifests record among the options and users cannot set, since they decide bytes.
     """
 
     name: str
@@ -136,12 +134,12 @@ class Method(Generic[OwnOptions, OwnPlan]):
     refuse_config: Callable[[Mapping[str, object]], str | None] = lambda _config: None
     other_kinds: Mapping[str, tuple[Content, str]] = field(default_factory=dict)
     bits_of: Callable[[Source], str | None] = lambda _source: None
-    refuse_ranks: Callable[[Job[OwnOptions]], str | None] = lambda _job: "it is done by one"
+    refuse_ranks: Callable[[Job[OwnOptions]], str | None] = lambda _job: "one process does it"
     bit_search: BitSearch[OwnOptions, OwnPlan] | None = None
     records: tuple[str, ...] = ()
 
     def kind_of(self, bits: str | None) -> tuple[Content, str]:
-        """What it makes with these bits (None: the default), and the default format for that."""
+        """Return the kind of values for these bits (None: the default), and the default format for them."""
         return self.other_kinds.get(bits or self.default_bits, (self.makes, self.default_format))
 
     def parse_bits(self, bits: str | int | None) -> str:
@@ -163,30 +161,27 @@ class Method(Generic[OwnOptions, OwnPlan]):
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """The token ids (S, T) int64 that a model is calibrated on, and what the manifest says of them."""
+    """The token ids (S, T) int64 that a model is calibrated on, and their entry in the manifest."""
 
     ids: np.ndarray
     entry: CalibrationEntry
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the ids."""
         return hashlib.sha256(self.ids.tobytes()).hexdigest()
 
 
 BATCH_TOKENS = 1024  # on the CPU
-FEEDBACK_RECORD = (
-    "error_feedback"  # what manifests of methods that round so, and leave no option of it, call its settings
-)
+FEEDBACK_RECORD = "error_feedback"  # key of these settings in manifests of methods that always round this way
 
 
 @dataclass(frozen=True)
 class Job(Generic[Options]):
     """A recipe with its opened source, its method and the format to write.
 
-    `options` is the method's record. `device` is torch's name of where the maths runs, `batch_tokens` of calibration
-    go through a block together, activations beyond `offload_bytes` go to files, and the process may take `max_memory`
-    bytes (None: what is free). `shards` are the processes that share the work.
+    `options` is the method's record. `device`: torch's name of the device; `batch_tokens` of calibration pass through a
+    block together; activations beyond `offload_bytes` go to files; `max_memory`: bytes that the process may use (None:
+    what is free). `shards`: the processes that share the work.
     """
 
     source: Source
@@ -199,17 +194,17 @@ class Job(Generic[Options]):
     max_memory: int | None = None
     batch_tokens: int = BATCH_TOKENS
     shards: Shards = field(default_factory=joined_shards)
-    # Of all copies of the job, with the config.json that each was built of.
+    # Shared by all copies of the job, each with the config.json that it was built from.
     _skeletons: list[tuple[Mapping[str, object], Skeleton]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def bits(self) -> str:
-        """The bits, in the words of the method's users."""
+        """Return the bits as in the method's own terms."""
         return self.recipe.bits or self.method.default_bits
 
     @property
     def skeleton(self) -> Skeleton:
-        """The model without weights, built once. Whoever loads weights into it takes them out again."""
+        """Return the model without weights, built once. Code that loads weights into it must remove them again."""
         from quantkit.models.skeleton import open_skeleton
 
         source = self.source
@@ -220,15 +215,15 @@ class Job(Generic[Options]):
         return self._skeletons[-1][1]
 
     def check_layout(self, layout: Layout) -> Checked[Layout]:
-        """Let the format refuse what it cannot hold; raises UnsupportedError, RecipeError."""
+        """Return the format's check of a layout; raises UnsupportedError, RecipeError."""
         if self.format.check is None:
-            raise UnsupportedError(f"the format {self.format.name} takes no tensors one by one")
+            raise UnsupportedError(f"the format {self.format.name} cannot be written tensor by tensor")
         return self.format.check(self.source, self.skeleton, layout)
 
     def open_writer(self, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
-        """The format's writer into the run's folder; of several ranks the first one's alone writes."""
+        """Open the format's writer in the run's folder; of several ranks, only the first writes."""
         if self.format.writer is None:
-            raise UnsupportedError(f"the format {self.format.name} takes no tensors one by one")
+            raise UnsupportedError(f"the format {self.format.name} cannot be written tensor by tensor")
         if self.shards.rank:
             return following(self.shards)
         return leading(self.format.writer(self.source, self.skeleton, run, layout), self.shards)
@@ -236,7 +231,7 @@ class Job(Generic[Options]):
 
 @dataclass(frozen=True)
 class CheckedJob(Job[Options], Generic[Options, Plan]):
-    """A job with what its check decided, and the calibration tokens of a method that calibrates."""
+    """A job with the results of its check, and calibration tokens if the method calibrates."""
 
     _: KW_ONLY
     checked: Checked[Plan]
@@ -246,13 +241,13 @@ class CheckedJob(Job[Options], Generic[Options, Plan]):
     def of(
         cls, job: Job[Options], checked: Checked[Plan], calibration: CalibrationTokens | None = None
     ) -> CheckedJob[Options, Plan]:
-        """The job with what was decided."""
+        """Return the job with the results of its check."""
         asked = {field.name: getattr(job, field.name) for field in fields(job)}
         return cls(**asked, checked=checked, calibration=calibration)
 
 
 def with_layer_bits(job: CheckedJob, run: Run) -> CheckedJob:
-    """The job with the bits of its layers in its plan, where they are chosen before the writing."""
+    """Return the job with chosen layer bits in its plan, if the method searches them."""
     if (search := job.method.bit_search) is None:
         return job
     return replace(job, checked=replace(job.checked, plan=search.choose(job, run)))

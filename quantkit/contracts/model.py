@@ -16,9 +16,9 @@ from quantkit.records.recipe import ModelRef
 from quantkit.records.report import ModelEntry
 from quantkit.system.untrusted import read_object, shown
 
-ModelLike: TypeAlias = str | Path | ModelRef | Artifact | Source  # what users name a model by
+ModelLike: TypeAlias = str | Path | ModelRef | Artifact | Source  # what users may pass as a model
 NOT_ITS_FILES = (
-    "it reads the files in the model's folder, which hold another one, or bear other names than it looks for. Make a "
+    "it reads the model's folder, whose files are of another model or have unknown names. Make a "
     "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters"
 )
 
@@ -33,29 +33,28 @@ class Model:
     @property
     def _source(self) -> Source:
         if self.source is None:
-            raise EngineError("a model that is neither an artifact nor a source cannot be evaluated")
+            raise EngineError("a model must be an artifact or a source")
         return self.source
 
     @property
     def folder(self) -> Path:
-        """The folder of its files."""
         return self.artifact.folder if self.artifact else self._source.folder
 
     @property
     def format(self) -> str:
-        """Name of the format that it is stored in."""
+        """Return the name of the format that it is stored in."""
         return self.artifact.manifest.format if self.artifact else self._source.format
 
     @property
     def name(self) -> str:
-        """The source model's name, of a folder only the last part, and those of its adapters."""
+        """Return the source model's name (the last part of a folder), with its adapters' names."""
         if self.artifact:
             return self.artifact.manifest.source.name
         return " + ".join([self._source.name, *(adapter.name for adapter in self._source.adapters)])
 
     @property
     def ref(self) -> ModelRef:
-        """What another process opens the model by."""
+        """Return the reference by which another process opens the model."""
         if self.artifact:
             return ModelRef(model=str(self.artifact.folder.absolute()))
         source = self._source
@@ -67,12 +66,11 @@ class Model:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The source model's config.json."""
         return dict(self.artifact.manifest.source.config) if self.artifact else self._source.config
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Ids of the tokens that end an answer, by the tokenizer, config.json and generation_config.json."""
+        """Return the ids of tokens that end an answer, from the tokenizer, config.json and generation_config.json."""
         own = self.artifact.folder / GENERATION if self.artifact else self._source.side_files().get(GENERATION)
         generation = read_object(own, EngineError, "Fetch it again, or remove it.") if own and own.is_file() else {}
         ends = [self.tokenizer().eos_token_id]
@@ -81,24 +79,24 @@ class Model:
         given = [i for i in ends if i is not None]
         for i in given:
             if not isinstance(i, int) or isinstance(i, bool):
-                raise EngineError(f"{self.folder}: the end token {shown(i)} is no token id. Fix eos_token_id.")
-        return frozenset(i for i in given if i >= 0)  # some files say -1 for none
+                raise EngineError(f"{self.folder}: the end token {shown(i)} is not a token id. Fix eos_token_id.")
+        return frozenset(i for i in given if i >= 0)  # some files have -1 for none
 
     @property
     def dtype(self) -> str:
-        """The type in config.json, as transformers uses it by default; float32 if there is none."""
+        """Return the dtype in config.json, transformers' default; float32 if it has none."""
         return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
 
     @property
     def digest(self) -> str:
-        """Identifies the bytes that are evaluated."""
+        """Return a hash that identifies the evaluated bytes."""
         if self.artifact:
             return self.artifact.digest
         return hashlib.sha256("".join(self._source.hashes.values()).encode()).hexdigest()
 
     @property
     def label(self) -> str:
-        """Column name: method and bits, or the dtype or the format of the source."""
+        """Return the column name: method and bits, or the dtype or format of the source."""
         if self.artifact:
             return self.artifact.label
         if self._source.format != "float":
@@ -107,17 +105,15 @@ class Model:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The files that hold weights."""
         names = self.artifact.manifest.weight_files if self.artifact else self._source.weight_files
         return [self.folder / name for name in names]
 
     @property
     def parameters(self) -> int:
-        """Number of weights of the source model."""
+        """Return the number of weights of the source model."""
         return self.artifact.manifest.source.parameters if self.artifact else self._source.parameters
 
     def entry(self) -> ModelEntry:
-        """The model in a report."""
         manifest = self.artifact.manifest if self.artifact else None
         return ModelEntry(
             label=self.label,
@@ -128,5 +124,5 @@ class Model:
         )
 
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer; an artifact has its own."""
+        """Return the Hugging Face tokenizer; an artifact has its own."""
         return load_tokenizer(self.artifact.folder) if self.artifact else self._source.tokenizer()

@@ -1,8 +1,8 @@
-"""The registry: methods, formats and engines are what lies in three folders; each file holds one record.
+"""The registry: finds methods, formats and engines in three folders, one record per file.
 
-`quantkit/methods/NAME.py` holds `METHOD`, `quantkit/formats/NAME.py` or a folder `FORMAT`, `quantkit/engines/NAME.py`
+`quantkit/methods/NAME.py` has `METHOD`, `quantkit/formats/NAME.py` or a folder `FORMAT`, `quantkit/engines/NAME.py`
 `ENGINE`. The name of the file or folder is the name everywhere: in recipes, on the command line, in the docs; an
-underscore in it is a dash there. What begins with one is shared code.
+underscore in it is a dash there. Names with a leading underscore are shared code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantkit.contracts.method import Method
 from quantkit.errors import RecipeError, near_miss
 from quantkit.system.modules import importing
 
-OPENER = "source"  # formats/source.py opens what users name: no format
+OPENER = "source"  # formats/source.py opens models and is not a format
 
 
 @cache
@@ -38,12 +38,12 @@ def _names(folder: str) -> tuple[str, ...]:
 def _record(folder: str, attribute: str, name: str) -> Any:
     record = getattr(importlib.import_module(f"quantkit.{folder}.{name.replace('-', '_')}"), attribute)
     if record.name != name:
-        raise RuntimeError(f"quantkit/{folder}/{name} holds a record named {record.name!r}; the names must agree")
+        raise RuntimeError(f"quantkit/{folder}/{name} has a record named {record.name!r}; the names must agree")
     return record
 
 
 def _find(kind: str, folder: str, attribute: str, name: str) -> Any:
-    # Only the file that is asked for is imported: an engine's process must not carry the other engines.
+    # Import only the requested file: an engine's process must not load the other engines.
     known = _names(folder)
     if name not in known:
         raise RecipeError(f"unknown {kind} {name!r}.{near_miss(name, known)} Known: {', '.join(known)}.")
@@ -51,24 +51,24 @@ def _find(kind: str, folder: str, attribute: str, name: str) -> Any:
 
 
 def find_method(name: str) -> Method:
-    """Look a method up; raises RecipeError with a near-miss hint."""
+    """Return a method by name; raises RecipeError with a near-miss hint."""
     return _find("method", "methods", "METHOD", name)
 
 
 def find_format(name: str) -> Format:
-    """Look a format up; raises RecipeError with a near-miss hint."""
+    """Return a format by name; raises RecipeError with a near-miss hint."""
     return _find("format", "formats", "FORMAT", name)
 
 
 def formats_for(method: Method, bits: str | None = None) -> list[str]:
-    """Names of the formats that hold what a method makes with these bits, its default first."""
+    """Return the names of the formats that can store a method's values with these bits, the default first."""
     makes, default = method.kind_of(bits)
     names = [name for name, kind in formats().items() if makes in kind.holds]
     return sorted(names, key=lambda name: name != default)
 
 
 def find_format_for(method: Method, name: str | None, bits: str | None = None) -> Format:
-    """The format of that name, or the method's default; raises RecipeError for one that does not hold what it makes."""
+    """Return the format of that name, or the method's default; raises RecipeError if it cannot hold the values."""
     if name is None:
         return find_format(method.kind_of(bits)[1])
     known = formats_for(method, bits)
@@ -82,12 +82,12 @@ def find_format_for(method: Method, name: str | None, bits: str | None = None) -
 
 
 def _who_writes(name: str) -> str:
-    """Whose format this is, with a command that writes it, as a sentence behind others; empty where it is none."""
+    """Return a sentence on which methods write this format, with a command; empty for an unknown format."""
     if name not in formats():
         return ""
     writers = [other for other in methods().values() if other.makes in find_format(name).holds]
     if not writers:
-        return f" {name} is read as a source only."
+        return f" {name} can only be read as a source."
     own = next((other for other in writers if other.default_format == name), writers[0])
     command = f"quantkit convert MODEL --method {own.name} --bits {own.default_bits}"
     command += f" --format {name}" * (own.default_format != name)
@@ -95,22 +95,22 @@ def _who_writes(name: str) -> str:
 
 
 def find_engine(name: str) -> Engine:
-    """Look an engine up; raises RecipeError with a near-miss hint."""
+    """Return an engine by name; raises RecipeError with a near-miss hint."""
     return _find("engine", "engines", "ENGINE", name)
 
 
 def methods() -> dict[str, Method]:
-    """All methods by name."""
+    """Return all methods by name."""
     return {name: find_method(name) for name in _names("methods")}
 
 
 def formats() -> dict[str, Format]:
-    """All formats by name."""
+    """Return all formats by name."""
     return {name: find_format(name) for name in _names("formats")}
 
 
 def engines() -> dict[str, Engine]:
-    """All engines by name."""
+    """Return all engines by name."""
     return {name: find_engine(name) for name in _names("engines")}
 
 

@@ -1,4 +1,4 @@
-"""What a check gives, and a Run: one time that a job is carried out, and what it finds out."""
+"""The result of a check, and a Run: one execution of a job with its findings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Plan = TypeVar("Plan", covariant=True, default=object)
 
 @dataclass(frozen=True)
 class Checked(Generic[Plan]):
-    """What a check found out before any long work.
+    """The result of a check before long work.
 
-    `plan` is what the method's or the format's own work goes by; `nbytes` what the artifact needs; `options` those that
-    were resolved, such as ``auto``; `notes` are for the user.
+    `plan`: the method's or format's plan of the work; `nbytes`: size of the artifact; `options`: those that
+    were resolved, such as ``auto``; `notes` for the user.
     """
 
     plan: Plan
@@ -30,7 +30,7 @@ class Checked(Generic[Plan]):
 
 @dataclass
 class Findings:
-    """What a run finds out: remarks by topic, tensors by stored type, resolved options, numbers by name."""
+    """Results of a run besides tensors: notes by topic, counts by stored type, resolved options, numbers by name."""
 
     notes: dict[str, str] = field(default_factory=dict)
     tensor_types: dict[str, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Findings:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def note(self, text: str, topic: str | None = None) -> None:
-        """Add a remark; one with a topic takes the place of the earlier one."""
+        """Add a note; it replaces an earlier one with the same topic."""
         self.notes[topic or text] = text
 
     def count(self, tensor_type: str) -> None:
@@ -46,13 +46,13 @@ class Findings:
         self.tensor_types[tensor_type] = self.tensor_types.get(tensor_type, 0) + 1
 
     def to_values(self) -> dict[str, object]:
-        """As JSON values, for the journal of unfinished work."""
+        """Return JSON values, for the journal of unfinished work."""
         return asdict(self)
 
 
 @dataclass
 class Run:
-    """One time that a job is carried out: the staging folder, whom it tells its progress, what it finds out."""
+    """One execution of a job: the staging folder, the progress listener, and the findings."""
 
     folder: Path
     progress: Progress = field(default_factory=Progress)

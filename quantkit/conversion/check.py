@@ -1,6 +1,6 @@
-"""Everything that can be refused before long work: from what was asked for to a checked job.
+"""Turn a recipe into a checked job: refuse everything that can be refused before long work.
 
-For a model that a method refuses, the checks of the other methods say which of them take it.
+If a method refuses a model, the other methods' checks show which of them accept it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from quantkit.system.ranks import without_ranks
 from quantkit.system.untrusted import read_object, shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
-KEPT_SO, LOST = "are kept as they are, unquantized", "are left out"  # what becomes of tensors beside the model
-USELESS = "are left out, as their blocks take what others have and engines join them to layers that are quantized"
-OFFLOAD_BYTES = 20_000_000  # of activations that are kept out of files on the CPU: a file costs next to nothing there
+KEPT_SO, LOST = "are stored unquantized", "are left out"  # what happens to tensors outside the model
+USELESS = "are left out: their blocks reuse other blocks' values, and engines fuse them with quantized layers"
+OFFLOAD_BYTES = 20_000_000  # of activations in memory on the CPU; a file costs next to nothing there
 OFFLOAD_SHARE = 0.25  # of a GPU's memory
 
 
 @dataclass(frozen=True)
 class ReadyJob:
-    """A checked job: where its artifact goes, the disk space in bytes that its work takes, and its forecast.
+    """A checked job: the artifact's folder, the bytes of disk that the work needs, and the forecast.
 
-    `force`: what is at `out` is replaced.
+    With `force`, an artifact at `out` is replaced.
     """
 
     job: CheckedJob
@@ -56,7 +56,7 @@ class ReadyJob:
 
 
 def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: ResourceSpec | None = None) -> Job:
-    """Refuse what can be refused without reading weights: method, bits, format, options, device, checkpoint."""
+    """Return a job, after all checks that read no weights: method, bits, format, options, device, checkpoint."""
     method, resources = find_method(recipe.method), resources or ResourceSpec()
     bits = method.parse_bits(recipe.bits)
     kind = find_format_for(method, recipe.format, bits)
@@ -72,7 +72,7 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: Reso
         )
     calibrated, device = method.calibrated(options), resources.device
     if calibrated or device != AUTO:
-        device = find_device(device)  # refuses one that is not there
+        device = find_device(device)  # refuses a missing device
     if not calibrated:
         device = CPU  # the other methods compute there only
     offload = _offload_bytes(device) if resources.offload_gb is None else int(resources.offload_gb * 1e9)
@@ -80,30 +80,30 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: Reso
 
 
 def _offload_bytes(device: str) -> int:
-    """Of activations that are kept out of files where the user does not say."""
+    """Return the default limit of activations in memory, in bytes."""
     memory = None if device == CPU else device_memory(device)
     return OFFLOAD_BYTES if memory is None else int(OFFLOAD_SHARE * memory[1])
 
 
 def default_out(recipe: ConvertRecipe) -> Path:
-    """`MODEL-ADAPTERS-METHOD-BITS` in the current folder, followed by the options that were given."""
+    """Return `MODEL-ADAPTERS-METHOD-BITS` in the current folder, followed by the given options."""
     names = [Path(place).name for place in (recipe.model, *recipe.adapters)]
     return Path(safe_name("-".join([names[0] or "model", *filter(None, names[1:]), recipe.label])))
 
 
 def place_for(job: Job, out: str | Path | None, force: bool = False) -> Path:
-    """The folder that the artifact goes to; raises OutputError where it cannot be written there."""
+    """Return the artifact's folder; raises OutputError if it cannot be written."""
     place = place_of(default_out(job.recipe) if out is None else out)
     refuse_existing(place, force)
     folder = job.source.folder
-    # A GGUF file lies among others; a checkpoint is all that its folder holds.
+    # A GGUF file shares its folder with other files; a checkpoint owns its folder.
     is_checkpoint = "config.json" in job.source.hashed_files
     refuse_overlap(place, folder if is_checkpoint else folder / job.source.weight_files[0])
     return place
 
 
 def check(job: Job, out: str | Path | None = None, force: bool = False) -> ReadyJob:
-    """Refuse, before long work, what the output, the method, the calibration text, the disk or the memory cannot take.
+    """Check output, method, calibration text, disk and memory before long work.
 
     `out` is the artifact's folder (default: a name made of the recipe); `force` allows replacing an artifact there.
     """
@@ -112,7 +112,7 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
     held, held_notes = _passed_through(job, job.source.passthrough)
     if len(held) < len(job.source.passthrough):
         job = replace(job, source=OverriddenSource(job.source, passthrough=held))
-    tokenizer_notes = _tokenizer_notes(job)  # first: a tokenizer that cannot be used is refused by every method
+    tokenizer_notes = _tokenizer_notes(job)  # first: every method refuses an unusable tokenizer
     try:
         checked = job.method.check(job)
     except UnsupportedError as error:
@@ -132,7 +132,7 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
     )
     others = job.source.others.values()  # methods count two bytes for each value that stays as it is
     nbytes = checked.nbytes + sum(max(0, info.nbytes - 2 * info.parameters) for info in others)
-    # At the end of a checkpoint its spool and its shards lie side by side.
+    # At the end, a checkpoint's spool and its shards are on the disk together.
     disk_bytes = nbytes * (2 if job.format.keeps else 1)
     refuse_small_disk(place, disk_bytes)
     tokens = None
@@ -150,7 +150,7 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
 
 
 def _refuse_ranks(job: Job) -> None:
-    """Raise RecipeError where several processes cannot share the work of the method."""
+    """Raise RecipeError if several processes cannot share the method's work."""
     reason = job.method.refuse_ranks(job) if job.shards.size > 1 else None
     if reason is not None:
         raise RecipeError(
@@ -160,7 +160,7 @@ def _refuse_ranks(job: Job) -> None:
 
 
 def _refuse_many_ranks(processes: int, sequences: int, length: int) -> None:
-    """Raise RecipeError where some of several processes would get no calibration sequences."""
+    """Raise RecipeError if some processes would get no calibration sequences."""
     if processes == 1:
         return
     from quantkit.calibration.walk import batch_size
@@ -174,34 +174,34 @@ def _refuse_many_ranks(processes: int, sequences: int, length: int) -> None:
 
 
 def _source_notes(source: Source) -> tuple[str, ...]:
-    """What the source says of itself, that it has lost something before, or brings code."""
+    """Note that the source was quantized before, or brings code of its own."""
     notes = list(source.notes)
     if source.quantization is not None:
         notes.append(
-            f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show the "
-            "last one alone"
+            f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show "
+            "only the last one"
         )
     if "auto_map" in source.config:
         notes.append(
-            f"the source names code of its own (auto_map), which is not run: it is taken as transformers' "
-            f"{source.architecture}, and the artifact names no code"
+            f"the source names code of its own (auto_map); quantkit does not run it and reads the model as "
+            f"transformers' {source.architecture}; the artifact names no code"
         )
     return tuple(notes)
 
 
 def _untested_notes(job: Job) -> tuple[str, ...]:
-    """That nobody has tried an architecture with a method that takes any."""
+    """Note an untested architecture, for methods that accept any."""
     kind = job.source.architecture
     if kind in PROVEN or not job.method.makes.of_linear_layers:
         return ()
     return (
-        f"the architecture {shown(kind)} is untested: it is taken as transformers describes it, and no test holds it "
-        "against transformers. Judge the artifact before you rely on it",
+        f"the architecture {shown(kind)} is untested: quantkit reads it as transformers defines it, and no test "
+        "compares them. Evaluate the artifact before you use it",
     )
 
 
 def _left_alone_notes(job: Job) -> tuple[str, ...]:
-    """That some layers are not quantized although their shapes would allow it."""
+    """Note layers that stay unquantized although their shapes would allow it."""
     if not job.method.needs_torch(job.options) or not job.method.makes.of_linear_layers:
         return ()
     names = job.skeleton.left_alone()
@@ -209,22 +209,22 @@ def _left_alone_notes(job: Job) -> tuple[str, ...]:
         return ()
     verb, rest = ("stay", ", ...") if len(names) > 1 else ("stays", "")
     return (
-        f"{len(names)} layer{'s' if len(names) > 1 else ''} {verb} unquantized, as transformers keeps such layers in "
+        f"{len(names)} layer{'s' if len(names) > 1 else ''} {verb} unquantized: transformers keeps such layers in "
         f"float32 or published quantized checkpoints leave them alone: {names[0]}{rest}",
     )
 
 
 def _tokenizer_notes(job: Job) -> tuple[str, ...]:
-    """What a user should know of the tokenizer.
+    """Return notes on the tokenizer.
 
-    Raises SourceError where it is missing or its vocabulary is larger than the model's: nobody could use the artifact.
+    Raises SourceError if it is missing or its vocabulary is larger than the model's: the artifact would be unusable.
     """
     source = job.source
     is_folder = "config.json" in source.hashed_files
     if is_folder and source.side_files().keys().isdisjoint(VOCABULARIES):
         raise SourceError(
-            f"{source.model} has no tokenizer ({', '.join(VOCABULARIES[:3])}), so an artifact of it could be neither "
-            "judged nor used. Put the tokenizer's files beside the weights."
+            f"{source.model} has no tokenizer ({', '.join(VOCABULARIES[:3])}), so its artifact could not be "
+            "evaluated or used. Put the tokenizer's files next to the weights."
         )
     tokenizer, config = source.tokenizer(), source.settings.get_text_config().to_dict()
     added = tokenizer.get_added_vocab()
@@ -243,9 +243,9 @@ def _tokenizer_notes(job: Job) -> tuple[str, ...]:
 
 
 def _ends_notes(given: Mapping[str, Any], rows: int | None) -> tuple[str, ...]:
-    """What ids of special tokens have no row in the embedding; published models have such, which work."""
+    """Note special tokens that have no row in the embedding; some published models have them and work."""
     return tuple(
-        f"{name} is {shown(ids)}, and the embedding has {rows} rows: the model cannot take or give this token"
+        f"{name} is {shown(ids)}, but the embedding has {rows} rows: the model can neither read nor generate this token"
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if (ids := given.get(name)) is not None and rows is not None
         if any(number >= rows for number in (ids if isinstance(ids, list) else [ids]) if number is not None)
@@ -253,38 +253,38 @@ def _ends_notes(given: Mapping[str, Any], rows: int | None) -> tuple[str, ...]:
 
 
 def _lost_ends_notes(kind: Format, given: Mapping[str, Any], tokenizer: Any) -> tuple[str, ...]:
-    """That text ends at tokens which the format does not name: it has the tokenizer's end alone."""
+    """Note end tokens that the format cannot name: it stores only the tokenizer's."""
     ids = given.get("eos_token_id")
     ids = set(ids if isinstance(ids, list) else [ids]) - {None, tokenizer.eos_token_id}
     if not ids:
         return ()
     names = ", ".join(f"{shown(tokenizer.decode([number]))} ({number})" for number in sorted(ids)[:3])
     return (
-        f"the model also ends a text with {names}, and a {kind.name} file names {shown(tokenizer.eos_token)} alone: "
-        "an engine that does not know these by their names goes on behind them",
+        f"the model also ends texts with {names}; a {kind.name} file names only {shown(tokenizer.eos_token)}, so "
+        "engines that do not know these tokens generate past them",
     )
 
 
 def _with_leftovers(job: Job) -> tuple[Source, tuple[str, ...]]:
-    """The source with the tensors that its model does not use to be kept, or without them; notes tell which."""
+    """Return the source with the tensors that its model does not use passed through or dropped, and notes on them."""
     from quantkit.models.skeleton import leftovers
 
     source = job.source
-    idle, useless, beside = leftovers(source, job.skeleton)
-    if not idle and not useless and not beside:
+    idle, useless, outside = leftovers(source, job.skeleton)
+    if not idle and not useless and not outside:
         return source, ()
     if job.method.makes is Content.FLOATS:
-        useless, beside = [], [*useless, *beside]
-    told = [_rest_note(source, {source.published(name): name for name in useless}, USELESS)] if useless else []
-    held, notes = _passed_through(job, {source.published(name): name for name in beside})
+        useless, outside = [], [*useless, *outside]
+    left_out = [_rest_note(source, {source.published(name): name for name in useless}, USELESS)] if useless else []
+    held, notes = _passed_through(job, {source.published(name): name for name in outside})
     passthrough = {**source.passthrough, **held}
-    return OverriddenSource(source, dropped={*idle, *useless, *beside}, passthrough=passthrough), (*told, *notes)
+    return OverriddenSource(source, dropped={*idle, *useless, *outside}, passthrough=passthrough), (*left_out, *notes)
 
 
 def _passed_through(job: Job, names: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Those of the source's tensors that the job's format can hold as they are; notes tell which, and which it cannot.
+    """Return the tensors that the format can store unchanged, and notes on these and on all others.
 
-    `names` are those that the source reads them by, under their published names.
+    `names` maps published names to those that the source reads by.
     """
     source = job.source
 
@@ -301,7 +301,7 @@ def _rest_note(source: Source, names: Mapping[str, str], fate: str) -> str:
     plural, count = "s" if len(names) > 1 else "", sum(source.info(name).parameters for name in names.values())
     what = "text half" if source.text_prefixes is not None else "architecture in transformers"
     first = ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} tensor{plural} of the source ({count:,} values) are no part of its {what} and {fate}: {first}"
+    return f"{len(names)} tensor{plural} of the source ({count:,} values) are outside its {what} and {fate}: {first}"
 
 
 ASK = """import sys
@@ -313,11 +313,11 @@ UNKNOWN = "`quantkit methods` lists the others."
 
 
 def alternatives_to(job: Job, but: str = "", walked: bool = False) -> str:
-    """A sentence that names METHOD:BITS whose checks take the job's source with default options; not the method `but`.
+    """Return a sentence with each METHOD:BITS, except `but`, whose checks accept the source with default options.
 
-    `walked`: it was refused on its way through the model, where others that calibrate go, too. It costs all their
-    checks, so it belongs into errors only. Where transformers came without torch, most checks cannot run in this
-    process: another one asks them.
+    `walked`: the model was refused during calibration, which other calibrating methods would reach, too. All their
+    checks run, so use this in errors only. Where transformers was imported without torch, most checks cannot run in
+    this process, and another process runs them.
     """
     if not torch_left_out():
         return hint(job, but, walked)
@@ -327,7 +327,7 @@ def alternatives_to(job: Job, but: str = "", walked: bool = False) -> str:
 
 
 def hint(job: Job, but: str, walked: bool = False) -> str:
-    """The sentence of `alternatives_to`, found in this process."""
+    """Return the sentence of `alternatives_to`, computed in this process."""
     others = [method for name, method in methods().items() if name != but and method.makes is not Content.FLOATS]
     names = [f"{method.name}:{bits}" for method in others if (bits := _accepted_bits(method, job, walked))]
     if not names:
@@ -336,7 +336,7 @@ def hint(job: Job, but: str, walked: bool = False) -> str:
 
 
 def _accepted_bits(method: Method, job: Job, walked: bool) -> str | None:
-    """The default bits, or else the first ones, that the method's check takes."""
+    """Return the first bits that the method's check accepts, its default before others; None if it refuses all."""
     for bits in sorted(method.bits, key=lambda bits: bits != method.default_bits):
         recipe = job.recipe.model_copy(update={"method": method.name, "bits": bits, "options": {}, "format": None})
         kind, options = find_format(method.kind_of(bits)[1]), method.parse_options({})

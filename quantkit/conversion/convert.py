@@ -1,6 +1,6 @@
 """convert: recipe -> source -> check -> write into `OUT.partial` -> read back -> manifest -> rename.
 
-A conversion that was killed or interrupted goes on where it was: see staging.py and checkpoints/spool.py.
+A conversion that was killed or interrupted resumes where it stopped: see staging.py and checkpoints/spool.py.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def convert(
 ) -> Artifact:
     """Quantize `model` (a hub id, a checkpoint folder, or ``demo``) and return the finished artifact.
 
-    `bits` are written as the method's users write them (4, ``int8``, ``Q4_K_M``). `out` is the artifact's folder
+    `bits` as in the method's own terms (4, ``int8``, ``Q4_K_M``). `out` is the artifact's folder
     (default: a name made of the recipe); `force` allows replacing an artifact there. `settings` are the method's own
     options, and further fields of the recipe and of `ResourceSpec`:
 
-    - `format` to write, of those that hold what the method makes (default: the method's first);
+    - `format` to write, one that the method can write (default: its first);
     - `revision` of a hub model; `adapters`, folders of LoRA adapters to merge in float32, in this order; `seed`;
     - `device` of calibration: auto (the GPU where torch has one), cpu, cuda, cuda:1;
     - `offload_gb`: activations of more than this go to a file (default: 0.02 on the CPU, a quarter of a GPU's memory);
     - `max_memory_gb`: refuse a conversion that is forecast to take more (default: what is free).
 
-    Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
+    Raises a QuantkitError before any long work if the conversion cannot succeed; it leaves no files then.
     An interrupted conversion continues from `OUT.partial` when it is called again.
     """
     recipe, resources = recipe_of(model, method, bits, calibration, settings)
@@ -94,16 +94,16 @@ def run(ready: ReadyJob, progress: Progress | None = None) -> Artifact:
 
 
 def follow(ready: ReadyJob) -> None:
-    """Do another rank's share of what the leader's `run` does; what it needs beside memory is there only meanwhile.
+    """Do this rank's share of the leader's `run`; its temporary files are removed at the end.
 
-    Raises RecipeError where it is not the same conversion, RankError where the leader ends.
+    Raises RecipeError if it is not the same conversion, RankError if the leader ends.
     """
     own: dict[str, Any] = fingerprint(ready.job)
     leaders, unfinished = ready.job.shards.from_leader((own, False))
     differing = [key for key in {**own, **leaders} if own.get(key) != leaders.get(key) and key not in OF_A_RANK]
     if differing:
         raise RecipeError(
-            f"process {ready.job.shards.rank} has another conversion than the first one: differing in "
+            f"process {ready.job.shards.rank} has a different conversion than the first process: they differ in "
             f"{', '.join(differing)}. Start all with the same command, code and files."
         )
     if unfinished:
@@ -124,12 +124,12 @@ def import_gguf(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the model in the GGUF file `path` (of a split one the first file) as a checkpoint folder; return `out`.
+    """Write the model in the GGUF file `path` (of a split model the first file) as a checkpoint folder; return `out`.
 
     float32 holds the file's values exactly, float16 rounds them. `tokenizer` is a folder with the tokenizer to take
-    instead of the file's, `config` a config.json. Raises ArtifactError for a file that cannot be read, UnsupportedError
-    where the configuration means something else than the file says, where its tokenizer comes out otherwise than
-    llama.cpp's, or for values beyond `dtype`.
+    float32 holds the file's values exactly, float16 rounds them. `tokenizer` is a folder with a tokenizer, `config` a
+    config.json, to use instead of the file's. Raises ArtifactError for an unreadable file. Raises UnsupportedError for
+    values beyond `dtype`, and if the configuration or the tokenizer would not behave as the file says.
     """
     from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 
@@ -141,7 +141,7 @@ def import_gguf(
 
 
 def _make(job: CheckedJob, folder: Path, progress: Progress) -> None:
-    """Write the artifact into `folder`, prove it, and write the manifest last."""
+    """Write the artifact into `folder`, read it back, and write the manifest last."""
     findings = _restored(folder)
     inherited = inherited_metadata(job.source.folder)
     text = MethodText(job.method.summary, job.method.reference, job.format.usage, job.format.library)
@@ -149,7 +149,7 @@ def _make(job: CheckedJob, folder: Path, progress: Progress) -> None:
     if findings is None and not job.source.proven_finite:
         with progress.step("reading the source", job.source.parameters) as advance:
             refuse_non_finite(job.source, advance)
-    job.source.copy_side_files(folder)  # first, so that a method may mend one of them
+    job.source.copy_side_files(folder)  # first, so that a method may change one of them
     current = Run(folder, progress, findings or Findings())
     if job.shards.size > 1:
         current.findings.note(f"{job.shards.size} processes shared the work; bytes depend on their number", "processes")
@@ -170,7 +170,7 @@ def _make(job: CheckedJob, folder: Path, progress: Progress) -> None:
 
 
 def _restored(folder: Path) -> Findings | None:
-    """What finished blocks in `folder` found out; None where there are none, or none that this version has written."""
+    """Return the findings of finished blocks in `folder`; None without blocks that this version has written."""
     state = restore(folder)
     if state is None:
         return None
@@ -183,8 +183,8 @@ def _restored(folder: Path) -> Findings | None:
 
 
 def _refuse_unwritable(job: CheckedJob, folder: Path, text: MethodText, inherited: dict[str, Any]) -> None:
-    """Raise SourceError where manifest or card could not be written at the end, whatever the source's files hold."""
-    with reraise_as(f"no manifest and card can be written for {shown(job.source.name)}", SourceError):
+    """Raise SourceError if manifest or card could not be written at the end, because of the source's files."""
+    with reraise_as(f"quantkit cannot write a manifest and card for {shown(job.source.name)}", SourceError):
         draft = make_manifest(job, Run(folder)).model_copy(update={"weight_files": ("weights",)})
         render(draft, text, inherited).encode()
         parse(Manifest, parse_json(draft.to_text(), "the manifest", SourceError), "the manifest")

@@ -1,4 +1,4 @@
-"""What a conversion would take: memory, disk, and time, measured on the first units of its work."""
+"""The memory, disk and time that a conversion needs; the time is measured on its first units of work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quantkit.system.progress import Progress, Step
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a conversion would take: a forecast where the method has one, disk bytes, and seconds of the work."""
+    """The memory forecast (None if the method has none), disk in bytes, and time in seconds."""
 
     forecast: Forecast | None
     disk: int
@@ -28,7 +28,7 @@ class DryRun:
     work_seconds: float
 
     def to_values(self) -> dict[str, object]:
-        """Plain values for JSON: bytes and seconds."""
+        """Return plain values for JSON, in bytes and seconds."""
         memory = None if self.forecast is None else self.forecast.memory
         phases = {} if self.forecast is None else self.forecast.phases
         return {
@@ -43,20 +43,20 @@ class DryRun:
 
 
 def dry_run(ready: ReadyJob) -> DryRun:
-    """Forecast a checked job; its first units are really worked on, in a temporary folder."""
+    """Forecast a checked job; this does its first units of work in a temporary folder."""
     before, work = _measure(ready.job)
     return DryRun(ready.forecast, ready.disk_bytes, ready.out, ready.job.device, before, work)
 
 
 class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
-    """Ends the trial: the first units of the work are done."""
+    """Ends the trial after the first units of work."""
 
 
 def _measure(job: CheckedJob) -> tuple[float, float]:
-    """Begin the conversion in a temporary folder; (seconds before the first unit, seconds of the whole work).
+    """Begin the conversion in a temporary folder; return (seconds before the first unit, seconds of the whole work).
 
-    The work's first unit, a decoder block where the method has such, stands for all; what is chosen before the writing
-    is work of its own, without which a trial of the writing goes on.
+    The first unit, usually a decoder block, stands for all. What is chosen before the writing has units of its own; the
+    trial of the writing goes on without it.
     """
     with temporary_folder() as folder:
         job.source.copy_side_files(folder)
@@ -71,7 +71,7 @@ def _measure(job: CheckedJob) -> tuple[float, float]:
 
 
 def _trial(run: Run, work: Callable[[], object]) -> tuple[float, float]:
-    """Begin some work: (seconds before its first unit, seconds of all its units)."""
+    """Begin `work`; return (seconds before its first unit, seconds of all its units)."""
     begun: list[float] = []
     measured: list[tuple[float, float]] = []
     start = time.monotonic()
@@ -82,7 +82,7 @@ def _trial(run: Run, work: Callable[[], object]) -> tuple[float, float]:
         now = time.monotonic()
         if not begun:
             begun.append(now)
-        # Layers of one block differ much; a thirtieth of them is a block of most models.
+        # Layers of one block differ much; a thirtieth of all layers is about one block.
         elif step.done >= max(1.0, step.total / 30):
             measured.append((begun[0] - start, (now - begun[0]) * step.total / step.done))
             raise _StopTrial

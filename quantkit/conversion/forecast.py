@@ -2,7 +2,7 @@
 
 Peak resident memory is what the process holds after its checks, plus the largest of four phases: the first pass over
 the embedding, the work on a decoder block, the largest tensor outside the blocks, and reading the artifact back. What
-a method holds beside a block and its activations is its own to say (`Method.peak_memory`).
+a method needs besides a block and its activations comes from `Method.peak_memory`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quantkit.system.memory import GROWTH, MemoryEstimate, available_memory, fre
 from quantkit.system.sizes import in_one_unit
 
 MB = 1_000_000
-LOADED = 8 * MB  # what the work loads and keeps
+LOADED = 8 * MB  # libraries and constants that the work loads
 LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
 BFLOAT16 = 2
 GPU_BATCH_TOKENS = 16 * BATCH_TOKENS  # a GPU computes small batches at a part of its speed
@@ -31,8 +31,9 @@ GPU_BATCH_TOKENS = 16 * BATCH_TOKENS  # a GPU computes small batches at a part o
 
 @dataclass(frozen=True)
 class Forecast(MemoryEstimate):
-    """The peak resident size of the process. `on_device` is the peak on a device that is not the CPU; `offloaded` goes
-    to a file instead of memory.
+    """The peak resident size of the process, in bytes.
+
+    `on_device`: peak on a device that is not the CPU; `offloaded`: activations in a file instead of memory.
     """
 
     on_device: int = 0
@@ -40,7 +41,7 @@ class Forecast(MemoryEstimate):
 
 
 def shapes_of(job: Job) -> Shapes:
-    """Read the shapes off the skeleton and the checkpoint's headers."""
+    """Return the shapes, from the skeleton and the checkpoint's headers."""
     from torch import nn
 
     from quantkit.models.config import beside_states
@@ -66,7 +67,7 @@ def shapes_of(job: Job) -> Shapes:
     infos = [source.tensors[name] for name in around]
     reading = {name: source.reading_bytes(name) for name in source.tensors}
     embedding = skeleton.model.get_input_embeddings()
-    beside = beside_states(skeleton.model.config.get_text_config())
+    extra = beside_states(skeleton.model.config.get_text_config())
     return Shapes(
         block_parameters=sum(p.numel() for p in largest.parameters()),
         stages=tuple(stages),
@@ -75,9 +76,9 @@ def shapes_of(job: Job) -> Shapes:
         vocabulary=int(embedding.num_embeddings),
         largest_outside=max((info.parameters for info in infos), default=0),
         blocks=len(skeleton.blocks),
-        states=beside.states,
-        of_text=beside.of_text,
-        shared=beside.shared,
+        states=extra.states,
+        of_text=extra.of_text,
+        shared=extra.shared,
         reading=max((reading[name] for name in reading.keys() - around), default=0),
         reading_outside=max((reading[name] for name in around), default=0),
         item_bytes=max((ITEM_BYTES[info.dtype] for info in source.tensors.values()), default=2),
@@ -85,7 +86,7 @@ def shapes_of(job: Job) -> Shapes:
 
 
 def forecast(job: CheckedJob, shapes: Shapes, peak: PeakMemory) -> Forecast:
-    """Predict a checked job; `peak` is what its method says that the work on a decoder block takes."""
+    """Return the forecast of a checked job; `peak` is the method's own estimate for a decoder block."""
     spec = job.recipe.calibration
     drawn = spec.sequences * spec.length if job.calibration is None else int(job.calibration.ids.size)
     tokens = drawn if peak.streams else 0
@@ -102,10 +103,10 @@ def forecast(job: CheckedJob, shapes: Shapes, peak: PeakMemory) -> Forecast:
     block = shapes.block_parameters * BFLOAT16 * math.ceil(peak.streams)
     rows = min(shapes.vocabulary, tokens) * (shapes.hidden + shapes.of_text)
     outside = shapes.largest_outside
-    # Freed, but in pieces that the allocator of the CPU keeps (measured).
+    # Freed, but the CPU's allocator keeps the pieces (measured).
     retained = peak.work // 2 if job.device == CPU else 0
     computing = waiting + block + max(forward, peak.work) + min(forward, peak.work) // 2
-    on_device, in_memory = 0, computing + (GROWTH // 2 if peak.streams else 0)  # freed, but not given back yet
+    on_device, in_memory = 0, computing + (GROWTH // 2 if peak.streams else 0)  # freed, not yet returned
     if job.device != CPU:
         on_device, in_memory = computing, shapes.largest_layer * (shapes.item_bytes + BFLOAT16)
     phases = {
@@ -132,7 +133,7 @@ def forecast(job: CheckedJob, shapes: Shapes, peak: PeakMemory) -> Forecast:
 def _with_larger_batches(
     job: CheckedJob, predict: Callable[[CheckedJob], Forecast], free: int
 ) -> tuple[CheckedJob, Forecast]:
-    """The job with as many tokens in a batch as fit into the `free` bytes of its device, at most `GPU_BATCH_TOKENS`."""
+    """Return the job with larger batches, as far as `free` bytes and `GPU_BATCH_TOKENS` allow."""
     job = replace(job, batch_tokens=GPU_BATCH_TOKENS)
     while (predicted := predict(job)).on_device > free and job.batch_tokens > BATCH_TOKENS:
         job = replace(job, batch_tokens=job.batch_tokens // 2)
@@ -140,10 +141,10 @@ def _with_larger_batches(
 
 
 def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
-    """Forecast a checked job within `job.max_memory` (None: what is free); offload activations where that helps.
+    """Forecast a checked job within `job.max_memory` (None: free memory); offload activations if that helps.
 
-    Returns the job with the activations that it may keep in memory, and its forecast, None where its method gives none.
-    Raises ResourceError with the figures where it does not fit even so.
+    Returns the job with its limit of activations in memory, and its forecast (None if the method has none). Raises
+    ResourceError with the figures if it does not fit even so.
     """
     peak_memory = job.method.peak_memory
     if peak_memory is None or not job.method.needs_torch(job.options):
@@ -168,16 +169,16 @@ def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
         needed, limited = in_one_unit(predicted.on_device, free)
         raise ResourceError(
             f"{job.recipe.label} of {job.source.name} would need {needed} of {memory_of(job.device)} for a decoder "
-            f"block, and {limited} are free there. Give fewer or shorter calibration sequences, or --device cpu."
+            f"block, but only {limited} are free. Give fewer or shorter calibration sequences, or --device cpu."
         )
     if predicted.memory > limit_bytes:
-        where = "the limit" if limit is not None else "what this machine has free"
+        where = "the limit" if limit is not None else "the free memory"
         fix = (
-            "Give fewer or shorter calibration sequences, or take a machine with more memory."
+            "Give fewer or shorter calibration sequences, or use a machine with more memory."
             if predicted.peak_phase in ("embedding the text", "a decoder block")
-            else "Take a machine with more memory."
+            else "Use a machine with more memory."
         )
-        needed, limited = predicted.beside(limit_bytes)
+        needed, limited = predicted.compared_with(limit_bytes)
         raise ResourceError(
             f"{job.recipe.label} of {job.source.name} would need {needed}, and {where} is {limited}. {fix}"
         )

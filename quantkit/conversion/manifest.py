@@ -18,7 +18,7 @@ from quantkit.system.sizes import bits_per_weight
 
 
 def fingerprint(job: CheckedJob) -> dict[str, Any]:
-    """All that decides the bytes of a checked job's artifact, as JSON values: only work that agrees is gone on with."""
+    """Return all that decides the artifact's bytes, as JSON values: only work with an equal fingerprint is resumed."""
     values: dict[str, Any] = {
         "recipe": job.recipe.model_dump(mode="json"),
         "format": job.format.name,
@@ -43,12 +43,12 @@ def fingerprint(job: CheckedJob) -> dict[str, Any]:
 
 
 def side_hashes(source: Source) -> dict[str, str]:
-    """sha256 of the tokenizer's and other files that come from a checkpoint, by name; a GGUF file holds all it has."""
+    """Return the sha256 of the tokenizer's and other files of a checkpoint, by name; none for a GGUF file."""
     return {name: sha256_of(path) for name, path in source.side_files().items()}
 
 
 def portable(job: Job) -> ConvertRecipe:
-    """The recipe without places on this machine: of folders and of a text file only the name is kept."""
+    """Return the recipe without paths of this machine: folders and text files are reduced to their names."""
     calibration = job.recipe.calibration
     if calibration.text is not None:
         calibration = calibration.model_copy(update={"text": Path(calibration.text).name})
@@ -57,7 +57,7 @@ def portable(job: Job) -> ConvertRecipe:
 
 
 def make_manifest(job: CheckedJob, run: Run) -> Manifest:
-    """The manifest of what lies in the run's folder, but for the weights' errors and the card."""
+    """Return the manifest of the run's folder, without weight errors and the card's hash."""
     files = list_files(run.folder)
     weights = tuple(name for name in files if any(Path(name).match(pattern) for pattern in job.format.weight_files))
     weight_bytes = sum(files[name].bytes for name in weights)

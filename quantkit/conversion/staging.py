@@ -1,9 +1,9 @@
-"""Staging: artifacts are written to `OUT.partial`, and renamed to `OUT` when they are whole and proven.
+"""Staging: artifacts are written to `OUT.partial`, and renamed to `OUT` when they are complete and checked.
 
-A process that is killed or interrupted leaves `OUT.partial` behind. `work.json` in it says which conversion it belongs
-to; the next run of the same conversion goes on after the last finished decoder block (checkpoints/spool.py), or only
-renames where all was done. Another conversion clears the folder. A lock on `.owner` keeps a second process away; the
-system gives the lock back when its process ends, however that happens.
+A process that is killed or interrupted leaves `OUT.partial` behind, with a `work.json` that identifies the conversion.
+The next run of the same conversion resumes after the last finished decoder block (checkpoints/spool.py), or only
+renames if all was done. A different conversion clears the folder. A lock on `.owner` keeps a second process away; the
+system releases the lock when its process ends.
 """
 
 from __future__ import annotations
@@ -28,70 +28,70 @@ from quantkit.system.sizes import in_one_unit
 from quantkit.system.untrusted import path_of, read_object
 
 OWNER, WORK = ".owner", "work.json"
-# What belongs to the work, not to the artifact, in the order in which it goes when the artifact is whole.
+# Files of the work, not of the artifact, in the order in which they are removed at the end.
 WORK_FILES = (SPOOL, JOURNAL, OWNER, WORK)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a user's quota, a file's limit
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, user's quota, file size limit
 
 
 def partial_of(out: Path) -> Path:
-    """The folder that `out` is written in."""
+    """Return the folder that `out` is written in."""
     return out.with_name(out.name + ".partial")
 
 
 def place_of(out: str | Path) -> Path:
-    """The folder that a user calls `out`, where an artifact can be made there; raises OutputError."""
+    """Return the folder `out`; raises OutputError if no artifact can be made there."""
     path = path_of(out, OutputError)
     if path.name in ("", ".."):
-        raise OutputError(f"the output {path} has no name of its own. Choose another --out.")
+        raise OutputError(f"the output {path} is not the name of a folder. Choose another --out.")
     path_of(partial_of(path), OutputError)
     if path.is_symlink():
-        raise OutputError(f"the output {path} is a link. Remove it, or give the folder itself as --out.")
+        raise OutputError(f"the output {path} is a symbolic link. Remove it, or give the folder itself as --out.")
     parents = path.absolute().parents
     wrong = next((above for above in parents if (above.exists() or above.is_symlink()) and not above.is_dir()), None)
     if wrong is not None:
-        raise OutputError(f"the output {path} cannot be made: {wrong} is no folder. Choose another --out.")
+        raise OutputError(f"the output {path} cannot be created: {wrong} is not a folder. Choose another --out.")
     return path
 
 
 def refuse_existing(out: Path, force: bool) -> None:
-    """Raise OutputError where `out` exists and may not be replaced."""
+    """Raise OutputError if `out` exists and may not be replaced."""
     place_of(out)
     replaced = _replaced_by(out)
     if replaced.is_symlink():
-        raise OutputError(f"{replaced} is a link, where an old artifact would be moved. Remove it.")
+        raise OutputError(f"{replaced} is a symbolic link, but --force moves the old artifact there. Remove the link.")
     if not out.exists():
         return
     if not force:
         raise OutputError(f"the output {out} exists. Choose another --out, or give --force to replace it.")
     for old, what in ((out, "replaces only artifacts"), (replaced, f"moves the old one to {replaced.name}")):
         if (old.exists() or old.is_symlink()) and not _replaceable(old):
-            raise OutputError(f"--force {what} of quantkit, and {old} is none. Choose another --out.")
+            raise OutputError(f"--force {what} of quantkit, and {old} is not one. Choose another --out.")
 
 
 def _replaceable(folder: Path) -> bool:
-    """Whether `folder` is an artifact or empty."""
+    """Return whether `folder` is an artifact or empty."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return (folder / MANIFEST).is_file() or not any(folder.iterdir())
 
 
 def _replaced_by(out: Path) -> Path:
-    """The name that the old artifact has while the new one gets its place."""
+    """Return the path of the old artifact while the new one replaces it."""
     return out.with_name(out.name + ".replaced")
 
 
 def refuse_overlap(out: Path, source: Path) -> None:
-    """Raise OutputError where `out` is the source or holds it, or lies in one that is an artifact itself."""
+    """Raise OutputError if `out` is the source, contains it, or is inside a source that is an artifact."""
     new, old = out.absolute().resolve(), source.absolute().resolve()
     if old.is_relative_to(new) or (new.is_relative_to(old) and (old / MANIFEST).is_file()):
-        how = "is" if new == old else "lies in" if new.is_relative_to(old) else "holds"
+        how = "is" if new == old else "is inside" if new.is_relative_to(old) else "contains"
         raise OutputError(f"the output {out} {how} the source. Choose another --out.")
 
 
 def refuse_small_disk(out: Path, need: int) -> None:
-    """Raise OutputError where the disk of `out` has fewer than `need` bytes free beside what `OUT.partial` holds.
+    """Raise OutputError if the disk of `out` has fewer than `need` bytes free, not counting `OUT.partial`.
 
-    A place where nothing can be written is told as such.
+    A folder that cannot be written raises it, too.
     """
     place = _existing(out.absolute())
     refuse_unwritable(place, OutputError)
@@ -101,12 +101,12 @@ def refuse_small_disk(out: Path, need: int) -> None:
     if free < need:
         needed, there = in_one_unit(need, free)
         raise OutputError(
-            f"the disk of {place} is too small: {needed} needed, {there} free. Free some space or choose another --out."
+            f"the disk of {place} is too small: {needed} needed, {there} free. Free space or choose another --out."
         )
 
 
 def _existing(place: Path) -> Path:
-    """`place`, or the first above it that exists."""
+    """Return `place`, or its nearest parent that exists."""
     while not place.exists():
         place = place.parent
     return place
@@ -119,18 +119,18 @@ def staged(
     fingerprint: dict[str, Any] | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Iterator[Path]:
-    """Yield `OUT.partial`; rename it to `out` when the block ends well.
+    """Yield `OUT.partial`; rename it to `out` if the block succeeds.
 
-    It is empty, or holds the work of an earlier run with the same `fingerprint` (JSON values): finished blocks in the
-    spool, or the whole artifact with its manifest. On an error that is a finding against the artifact it is removed.
-    Whatever else ends the block, finished work stays.
+    The folder is empty, or holds the work of an earlier run with the same `fingerprint` (JSON values): finished blocks
+    in the spool, or the complete artifact with its manifest. An ArtifactError or UnsupportedError removes it; after any
+    other error, finished work stays.
     """
     partial = partial_of(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(exist_ok=True)
     except OSError as error:
-        raise OutputError(f"{partial} cannot be made: {reason_of(error)}. Choose another --out.") from None
+        raise OutputError(f"{partial} cannot be created: {reason_of(error)}. Choose another --out.") from None
     with _owned(partial):
         _refuse_made_meanwhile(partial, out, force)
         _make_ready(partial, fingerprint, say)
@@ -143,20 +143,20 @@ def staged(
         except BaseException as error:
             done = _done(partial)
             if done:
-                say(f"{done} kept in {partial}. The same command goes on from there; to give up, delete the folder.")
+                say(f"{partial} has {done}. Run the same command to continue, or delete the folder.")
             else:
                 shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in FULL:
                 raise OutputError(
-                    f"the disk of {out.parent} was full while {partial.name} was written "
-                    f"({error.strerror}; {in_one_unit(shutil.disk_usage(out.parent).free, 0)[0]} are free there). "
-                    "Make room, or choose another --out, and run the same command again."
+                    f"the disk of {out.parent} is full: {partial.name} could not be written "
+                    f"({error.strerror}; {in_one_unit(shutil.disk_usage(out.parent).free, 0)[0]} are free). "
+                    "Free space and run the same command again, or choose another --out."
                 ) from None
             raise
 
 
 def list_files(folder: Path) -> dict[str, FileEntry]:
-    """Size and hash of every file under `folder` but the manifest and the work's own, by relative name."""
+    """Return size and hash of every file under `folder`, except the manifest and work files, by relative name."""
     return {
         path.relative_to(folder).as_posix(): FileEntry(bytes=path.stat().st_size, sha256=sha256_of(path))
         for path in sorted(folder.rglob("*"))
@@ -165,7 +165,7 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
 
 
 def _refuse_made_meanwhile(partial: Path, out: Path, force: bool) -> None:
-    """Raise OutputError where another process has made `out` since this one looked; the work is not done twice."""
+    """Raise OutputError if another process has made `out` since the check; the work is not done twice."""
     try:
         refuse_existing(out, force)
     except OutputError:
@@ -176,23 +176,23 @@ def _refuse_made_meanwhile(partial: Path, out: Path, force: bool) -> None:
 
 @contextmanager
 def _owned(partial: Path) -> Iterator[None]:
-    """Make the folder and hold the lock on it; raises OutputError where another process holds it."""
+    """Lock the folder; raises OutputError if another process holds the lock."""
     path = partial / OWNER
     while True:
         partial.mkdir(exist_ok=True)
         _refuse_planted(partial)
         if any(partial.iterdir()) and not any((partial / name).exists() for name in (OWNER, WORK, MANIFEST)):
-            raise OutputError(f"{partial} exists and is no work folder of quantkit. Move it, or choose another --out.")
+            raise OutputError(f"{partial} is not a work folder of quantkit. Move it, or choose another --out.")
         lock = FileLock(path)
         try:
             lock.acquire(timeout=0)
             try:
                 path.write_text(str(os.getpid()), encoding="utf-8")
-            except FileNotFoundError:  # renamed by the one that was here before, who was done
+            except FileNotFoundError:  # renamed by its previous owner, which has finished
                 lock.release()
                 continue
         except (Timeout, FileNotFoundError):
-            if not path.exists():  # renamed by its owner in this moment
+            if not path.exists():  # renamed by its owner just now
                 continue
             pid = path.read_bytes()[:20].decode("ascii", "replace")
             whose = f"process {pid}" if pid.isdigit() else "another process"
@@ -206,26 +206,26 @@ def _owned(partial: Path) -> Iterator[None]:
 
 
 def _refuse_planted(partial: Path) -> None:
-    """Raise OutputError for what is neither a folder nor a file of its own: writing there would change another's."""
+    """Raise OutputError for links and special files in the folder: writing to them could change other files."""
     for path in (partial, *partial.rglob("*")):
-        with suppress(FileNotFoundError):  # an owner renames the folder in this moment
+        with suppress(FileNotFoundError):  # its owner renames the folder just now
             about = path.lstat()
             alone = stat.S_ISREG(about.st_mode) and (about.st_nlink == 1 or path.name not in WORK_FILES)
             if not alone and (not stat.S_ISDIR(about.st_mode) or path.name in WORK_FILES):
-                raise OutputError(f"{path} is no file or folder of quantkit's. Remove it, or choose another --out.")
+                raise OutputError(f"{path} is not a plain file or folder. Remove it, or choose another --out.")
 
 
 def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable[[str], None]) -> None:
-    """Keep of an earlier run what this conversion can go on from; clear everything else."""
+    """Keep an earlier run's work if this conversion can resume it; remove everything else."""
     other = _difference(partial, fingerprint)
     if not other and _whole(partial):
-        say(f"the artifact in {partial} is whole already")
+        say(f"the artifact in {partial} is already complete")
         return
     done = _done(partial)
     if other and done:
-        say(f"{done} in {partial} belong to another conversion ({other}) and are removed")
+        say(f"removed from {partial}: {done} of another conversion ({other})")
     elif done:
-        say(f"going on after {done} in {partial}")
+        say(f"resuming from {partial}: {done}")
     spared = (OWNER,) if other else WORK_FILES
     for path in partial.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -237,7 +237,7 @@ def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable
 
 
 def _difference(partial: Path, fingerprint: dict[str, Any] | None) -> str:
-    """Why the work is not this conversion's; empty where it is."""
+    """Return why the work belongs to another conversion; empty if it does not."""
     if not (partial / WORK).is_file():
         return "its work.json is missing"
     try:
@@ -245,22 +245,22 @@ def _difference(partial: Path, fingerprint: dict[str, Any] | None) -> str:
     except OutputError:
         return "its work.json is damaged"
     if fingerprint is None:
-        return "nothing is to be kept"
+        return "this conversion cannot resume"
     current = json.loads(json.dumps(fingerprint))
     differing = ", ".join(key for key in current if earlier.get(key) != current[key])
     return f"differing in {differing}" if differing else ""
 
 
 def _done(partial: Path) -> str:
-    """What of the work is finished, in words; empty where nothing is."""
+    """Describe the finished work; empty if there is none."""
     if (partial / MANIFEST).is_file():
-        return "the whole artifact"
+        return "the complete artifact"
     blocks = len(read_journal(partial)[0])
     return f"{blocks} finished decoder blocks" if blocks else ""
 
 
 def _whole(partial: Path) -> bool:
-    """Whether the manifest is there, which is written last, and every file is as it says."""
+    """Return whether the manifest, which is written last, is present and all files match it."""
     if not (partial / MANIFEST).is_file():
         return False
     try:
@@ -273,9 +273,9 @@ def _whole(partial: Path) -> bool:
 
 
 def _publish(partial: Path, out: Path, force: bool) -> None:
-    """Put every byte on the disk, remove the work's own files, and rename; the old artifact goes last.
+    """Flush all files to disk, remove the work files, and rename; the old artifact is removed last.
 
-    Where the lock's file is gone, another process may make one before the folder has its new name: it goes, too.
+    Once the lock file is gone, another process may create one before the rename: it is removed, too.
     """
     for path in partial.rglob("*"):
         if path.is_file():

@@ -1,6 +1,6 @@
 """Read an artifact back from its own bytes, tensor by tensor, and compare it with its manifest.
 
-After a conversion `check_values` also compares it with its source; `verify`, any time later, has none.
+After a conversion, `check_values` also compares it with its source; `verify` works without the source.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from quantkit.system.progress import Progress
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
 
-# A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
+# A tensor with an error as large as its values is a bug, not a quantized copy.
 WORST_WEIGHT_ERROR = 1.0
-WORST_OF_EIGHT_BITS = 0.25  # some ten times that of a normal distribution in E4M3, the coarsest of them
+WORST_OF_EIGHT_BITS = 0.25  # some ten times the error of normally distributed values in E4M3, the coarsest type
 AGAIN = "Convert again with --force."
-PIECE = 1 << 20  # values that are compared at a time
+PIECE = 1 << 20  # values compared at a time
 
 
 def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightError | None:
-    """Read every tensor back from the artifact's bytes: all finite and, where the method keeps values, near the source.
+    """Read every tensor back: check that all are finite and, if the method keeps values, near the source.
 
-    The manifest must tell the truth of them, and none may be missing. Raises ArtifactError naming the tensor.
+    Compares them with the manifest, too. Raises ArtifactError that names the tensor.
     """
     refuse_other_kept(job.source, artifact)
     errors = _errors(
@@ -56,26 +56,26 @@ def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightErro
     worst = max(errors, key=lambda name: errors[name])
     if errors[worst] >= WORST_WEIGHT_ERROR:
         raise ArtifactError(
-            f"{artifact.folder}: the tensor {worst} reads back with a relative error of {errors[worst]:.2f}, so its "
-            "values are lost. Bits BF16 of gguf and bfloat16 of float hold such values; another method may."
+            f"{artifact.folder}: the tensor {worst} reads back with a relative error of {errors[worst]:.2f}: its "
+            "values are lost. Use gguf BF16, float bfloat16, or another method."
         )
     mean = sum(errors.values()) / len(errors)
     return WeightError(mean=round(mean, 6), worst=round(errors[worst], 6), worst_tensor=worst)
 
 
 def notes_on_loss(bits: str, error: WeightError | None) -> tuple[str, ...]:
-    """Note a tensor that has lost more than codes of eight bits or floats do, such as values too small for float16."""
+    """Note a tensor that has lost more than 8-bit codes or floats should lose, such as values too small for float16."""
     width = re.search(r"\d+", bits)
     if error is None or error.worst < WORST_OF_EIGHT_BITS or width is None or int(width[0]) < 8:
         return ()
     return (
-        f"{error.worst_tensor} has lost values that {bits} cannot hold: its relative error is {error.worst:.2f}. "
-        "Evaluate the artifact; bits BF16 of gguf and bfloat16 of float hold such values",
+        f"{error.worst_tensor} has values that {bits} cannot represent: its relative error is {error.worst:.2f}. "
+        "Evaluate the artifact, or use gguf BF16 or float bfloat16",
     )
 
 
 def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Artifact:
-    """Recompute every hash of an artifact, read its tensors back, and hold its manifest against them.
+    """Recompute every hash of an artifact, read its tensors back, and compare both with its manifest.
 
     Raises ArtifactError.
     """
@@ -86,7 +86,7 @@ def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Art
 
 
 def needs_torch(artifact: Artifact) -> bool:
-    """Whether verifying the artifact takes torch."""
+    """Return whether verifying the artifact needs torch."""
     try:
         return find_format(artifact.manifest.format).refuse_tensors is None
     except RecipeError:
@@ -94,7 +94,7 @@ def needs_torch(artifact: Artifact) -> bool:
 
 
 def read_all(artifact: Artifact, progress: Progress) -> None:
-    """Read every tensor of an artifact, and hold them against its manifest; raises ArtifactError."""
+    """Read every tensor of an artifact and compare them with its manifest; raises ArtifactError."""
 
     def skeleton() -> Skeleton:
         from quantkit.models.skeleton import open_skeleton
@@ -103,7 +103,7 @@ def read_all(artifact: Artifact, progress: Progress) -> None:
             return open_skeleton(dict(artifact.manifest.source.config))
         except UnsupportedError as error:
             raise ArtifactError(
-                f"{artifact.folder / MANIFEST} is corrupted: no model can be built of its source.config: {error}"
+                f"{artifact.folder / MANIFEST} is corrupted: no model can be built from its source.config: {error}"
             ) from None
 
     _errors(artifact, progress, lambda _name, _stored: None, False, skeleton)
@@ -116,7 +116,7 @@ def _errors(
     compare: bool,
     skeleton: Callable[[], Skeleton],
 ) -> dict[str, float]:
-    """The relative errors of the tensors that differ from their originals; `find` gives those."""
+    """Return the relative errors of tensors that differ from their originals, which `find` returns."""
     errors: dict[str, float] = {}
     trim_heap()
     kind = open_format(artifact)
@@ -149,20 +149,20 @@ def _errors(
     if by_format is not None and (shapes or not artifact.manifest.options.get("vocab_only")):
         by_format(dict(artifact.manifest.source.config), shapes)
     if shapes:
-        kept = _kept_values(artifact)
-        refuse_parameters(artifact, kept + sum(math.prod(shape) for shape in shapes.values()))
+        outside = _values_outside(artifact)
+        refuse_parameters(artifact, outside + sum(math.prod(shape) for shape in shapes.values()))
     return errors
 
 
-def _kept_values(artifact: Artifact) -> int:
-    """How many values the tensors beside the model have."""
+def _values_outside(artifact: Artifact) -> int:
+    """Return the number of values in tensors outside the model."""
     names = artifact.manifest.source.kept
     stored = StoredTensors(artifact.folder, artifact.manifest.weight_files) if names else None
     return sum(math.prod(stored.shape(name)) for name in names) if stored else 0
 
 
 def refuse_other_kept(source: Source, artifact: Artifact) -> None:
-    """Raise ArtifactError where a tensor beside the model is not the source's, byte by byte."""
+    """Raise ArtifactError if a tensor outside the model differs from the source's in any byte."""
     if not artifact.manifest.source.kept:
         return
     stored = StoredTensors(artifact.folder, artifact.manifest.weight_files)
@@ -173,16 +173,16 @@ def refuse_other_kept(source: Source, artifact: Artifact) -> None:
             np.array_equal(stored.read_rows(name, *rows), source.read_rows(own, *rows)) for rows in info.slabs()
         )
         if not same:
-            raise ArtifactError(f"{artifact.folder}: the tensor {name} is not the one of {source.model}. {AGAIN}")
+            raise ArtifactError(f"{artifact.folder}: the tensor {name} differs from {source.model}'s. {AGAIN}")
 
 
 def _original(job: Job, name: str, stored: Stored) -> Rows | None:
-    """The source's value for what is stored as `name`, or None.
+    """Return the source's values of the stored tensor `name`, or None.
 
-    A dense tensor comes as the source stores it; codes of a linear layer are (out, in) as the skeleton has them.
+    A dense tensor has the source's shape; the codes of a linear layer are (out, in) as in the skeleton.
     """
     if not isinstance(stored, GroupedWeight | ScaledWeight):
-        # Some checkpoints leave out the first part of their names.
+        # Some checkpoints omit the first part of names.
         own = next((n for n in (name, name.partition(".")[2]) if n in job.source.tensors), None)
         return None if own is None else job.source.in_rows(own)
     from quantkit.models.skeleton import rows_of
@@ -192,12 +192,12 @@ def _original(job: Job, name: str, stored: Stored) -> Rows | None:
 
 def _square(values: NDArray[np.float32]) -> float:
     flat = values.reshape(-1)
-    # In float64: squares of large float32 values are beyond float32. No product of a library that takes all cores.
+    # In float64: squares of large float32 values overflow. Not a library's dot product, which takes all cores.
     return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
 
 
 def _pieces(stored: Stored) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Cut a tensor into slabs of rows, dense, each with its first row, so that a large one needs little memory."""
+    """Yield (first row, dequantized rows) slab by slab, so that a large tensor needs little memory."""
     if not isinstance(stored, GroupedWeight | ScaledWeight):
         rows = stored if isinstance(stored, Rows) else rows_in_memory(stored)
         yield from rows.pieces(PIECE)

@@ -24,20 +24,20 @@ TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\]{1,40})\1\s*\)""")
 SEPARATOR = re.compile(r"^---\n", re.MULTILINE)
 SPEAKER = re.compile(r"^(User|Assistant):\n", re.MULTILINE)
 FIX = (
-    'Each line of a .jsonl file holds a conversation, {"messages": [{"role": "user", "content": "..."}, ...]}, or a '
+    'Each line of a .jsonl file is a conversation, {"messages": [{"role": "user", "content": "..."}, ...]}, or a '
     'text, {"text": "..."}.'
 )
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """(role, content) of each message, in turn."""
+    """(role, content) of each message, in order."""
 
     messages: tuple[tuple[str, str], ...]
 
     @property
     def plain(self) -> str:
-        """As the bundled files write it."""
+        """Return it as the bundled files write it."""
         return "\n\n".join(f"{role.capitalize()}:\n{content}" for role, content in self.messages)
 
 
@@ -65,7 +65,7 @@ def _part(value: Any, where: str) -> str | Conversation:
     if isinstance(messages, list) and messages:
         return Conversation(tuple(_message(message, where) for message in messages))
     if not isinstance(text, str):
-        raise TextError(f"{where} holds neither messages nor a text: {shown(value)}. {FIX}")
+        raise TextError(f"{where} has neither messages nor a text: {shown(value)}. {FIX}")
     return text if text.endswith("\n") else f"{text}\n\n"
 
 
@@ -73,7 +73,7 @@ def _message(message: Any, where: str) -> tuple[str, str]:
     role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
     if role not in ROLES or not isinstance(content, str):
         raise TextError(
-            f"{where} has a message that cannot be used: {shown(message)}. Its role is one of {', '.join(ROLES)}, and "
+            f"{where} has an invalid message: {shown(message)}. Its role must be one of {', '.join(ROLES)}, and "
             "its content a text."
         )
     return role, content
@@ -83,10 +83,10 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
     """Render a conversation by the tokenizer's chat template, with special tokens; raises TextError."""
     if not getattr(tokenizer, "chat_template", None):
         raise TextError(
-            "the model has no chat template, and this text holds conversations. Take a text without them, such as "
-            "sample, articles or code, or the model's version for chats."
+            "the model has no chat template, which this text's conversations need. Use a text without them, such as "
+            "sample, articles or code, or the model's chat version."
         )
-    with reraise_as("the model's chat template cannot write a conversation of the text", TextError):
+    with reraise_as("the model's chat template cannot render a conversation of the text", TextError):
         template = TODAY.sub(lambda call: json.dumps(DAY.strftime(call[2])), tokenizer.get_chat_template())
         messages = [{"role": role, "content": content} for role, content in conversation.messages]
         day = DAY.strftime("%d %b %Y")
@@ -95,6 +95,6 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
 
 
 def plain_texts(parts: tuple[str | Conversation, ...]) -> Iterator[str]:
-    """The texts and messages of the parts, without any template."""
+    """Yield the texts and messages of the parts, without a template."""
     for part in parts:
         yield from [part] if isinstance(part, str) else (content for _, content in part.messages)

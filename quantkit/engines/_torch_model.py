@@ -1,4 +1,4 @@
-"""A transformers model in torch as a LoadedModel; linear layers that compute on stored codes, of 4 or 8 bits."""
+"""A transformers model in torch as a LoadedModel, and linear layers that compute with 4-bit or 8-bit codes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
-EVALUATED_ROWS = 8  # at most, on the kernel
+EVALUATED_ROWS = 8  # most rows on the kernel in an evaluation
 GENERATED_ROWS = 64
 KERNEL_GROUPS = (256, 128, 64, 32)
 KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
-INT4_SLAB = 1 << 18  # elements that are dequantized together, so that they stay in the processor's cache
-SCALED_SLAB = 1 << 20  # elements of the weight that are wide at a time
+INT4_SLAB = 1 << 18  # elements dequantized at a time, so that they stay in the processor's cache
+SCALED_SLAB = 1 << 20  # elements of the weight converted at a time
 
 
 def kernel_group(weight: GroupedWeight) -> int:
-    """Return the columns that share a scale in the int4 kernel: its widest size that divides the groups.
+    """Return the int4 kernel's group size: its largest that divides the weight's groups.
 
     It is 0 if the kernel cannot run this layer, which needs up to 4 bits and equal groups of a multiple of 32 columns.
     """
@@ -57,8 +57,8 @@ class Int4Linear(nn.Module):
     """y = x W^T + b for a GroupedWeight W (N, K): torch's int4 CPU kernel for few rows, dense for many.
 
     Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in
-    bfloat16. More rows are multiplied with the dequantized weight: in an evaluation from nine on, because that weight
-    is exact; in generation from the number on that makes it faster. Holds 1 byte a weight: kernel words and codes.
+    bfloat16. More rows use the dequantized weight: in an evaluation from nine rows on, because that weight
+    is exact; in generation as soon as it is faster. Uses 1 byte per weight: kernel words and codes.
     """
 
     def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
@@ -67,7 +67,7 @@ class Int4Linear(nn.Module):
         self.group = kernel_group(weight)
         repeats = k // weight.scales.shape[1] // self.group
         padding = -self.rows % KERNEL_STEP
-        self.order = weight.beside()
+        self.order = weight.group_order()
         codes = weight.codes if self.order is None else weight.codes[:, self.order]
         codes = nn.functional.pad(codes, (0, 0, 0, padding))
         self.codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).contiguous()
@@ -93,7 +93,7 @@ class Int4Linear(nn.Module):
         return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., K) -> (..., N)."""
+        """Compute (..., K) -> (..., N)."""
         flat = x.reshape(-1, x.shape[-1])
         if self.order is not None:
             flat = flat[:, self.order]
@@ -107,7 +107,7 @@ class Int4Linear(nn.Module):
 
 
 class ScaledLinear(nn.Module):
-    """y = round(x) W^T + b in float32 for a ScaledWeight W (N, K) with `inputs`. Holds a byte a weight, as stored.
+    """y = round(x) W^T + b in float32 for a ScaledWeight W (N, K) with `inputs`. Uses one byte per weight, as stored.
 
     It multiplies the rounded inputs by the dequantized weight, some rows at a time; vLLM's kernels sum the same
     products of codes, exactly or in float32.
@@ -122,7 +122,7 @@ class ScaledLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., K) -> (..., N)."""
+        """Compute (..., K) -> (..., N)."""
         wide = x.float() if self.inputs is None else self.inputs.rounded(x)
         y = torch.cat([nn.functional.linear(wide, slab.dense()) for slab in self.slabs], -1)
         y = y if self.bias is None else y + self.bias.float()
@@ -140,14 +140,14 @@ class TorchModel:
         self._model, self.dtype, self.notes = model, dtype, notes
 
     def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:
-        """Yield batches of windows in order, each with (B, T, D): what goes into the output layer."""
+        """Yield batches of windows in order, each with (B, T, D), the input of the output layer."""
         for batch in alike(windows):
             with torch.inference_mode(), products_everywhere():
                 hidden = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
             yield batch, hidden
 
     def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
-        """Yield (n, D) of each window in order: what goes into the output layer at its scored positions."""
+        """Yield (n, D) for each window in order: the input of the output layer at its scored positions."""
         for batch, hidden in self.hidden(windows):
             for window, states in zip(batch, hidden, strict=True):
                 yield states[window.scored]
@@ -175,16 +175,14 @@ class TorchModel:
         return torch.from_numpy(ids).to(self._model.device)
 
     def set_threads(self, threads: int) -> None:
-        """Have torch compute on so many threads from now on."""
         torch.set_num_threads(threads)
 
     def to(self, dtype: str) -> None:
-        """Change the type that the model computes in."""
         self._model.to(getattr(torch, dtype))
         self.dtype = dtype
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt, never stopping early, by the model's own code alone."""
+        """Yield `count` greedy tokens after the prompt, never stopping early, with the model's own code."""
         from transformers import DynamicCache
 
         with torch.inference_mode(), generating(self._model):

@@ -39,9 +39,9 @@ def compute_type_for(bits: str, supported: Collection[str]) -> str:
 
 
 def saturates(processor: str | None = None) -> bool:
-    """Whether the engine's int8 products saturate on a processor, by its /proc/cpuinfo (default: this machine's).
+    """Return whether the engine's int8 products saturate, by a processor's /proc/cpuinfo (default: this machine's).
 
-    On x86 processors that are not Intel's, CTranslate2 multiplies int8 by oneDNN, which without VNNI instructions adds
+    On x86 processors that are not Intel's, CTranslate2 multiplies int8 with oneDNN. Without VNNI instructions it adds
     pairs of products in 16 bits: https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html
     """
     words = set((cpuinfo() if processor is None else processor).split())
@@ -53,7 +53,7 @@ def notes_on(compute_type: str) -> tuple[str, ...]:
     if not compute_type.startswith("int8") or not saturates():
         return ()
     return (
-        f"{compute_type} loses accuracy on this processor, where the engine's int8 products saturate (no VNNI "
+        f"{compute_type} loses accuracy on this processor, as the engine's int8 products saturate (no VNNI "
         "instructions); float32 computes the same weights exactly, but slower",
     )
 
@@ -74,7 +74,7 @@ class Ct2Generator:
         self.notes = notes
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the scored positions, window by window: the engine gives a window at once."""
+        """Yield (n, V) float32 of the scored positions, window by window: the engine returns a whole window at once."""
         for window in windows:
             yield self.window(window.ids.tolist())[window.scored]
 
@@ -87,12 +87,12 @@ class Ct2Generator:
         with reraise_as(f"CTranslate2 failed on a window of {len(ids)} tokens", EngineError):
             answer = np.asarray(self._generator.forward_batch([ids]))
         if answer.shape != (want := (1, len(ids), len(self._vocabulary))):
-            raise EngineError(f"CTranslate2 answered with the shape {answer.shape}, expected {want}")
+            raise EngineError(f"CTranslate2 returned the shape {answer.shape}, expected {want}")
         logits: NDArray[np.float32] = answer[0]
         return logits
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt `ids`, also behind EOS, one by one as they are made.
+        """Yield `count` greedy tokens after the prompt `ids`, even after EOS, one by one as they are generated.
 
         Raises EngineError for ids outside the vocabulary, and if the engine stops early.
         """
@@ -118,12 +118,12 @@ class Ct2Generator:
             raise EngineError("CTranslate2 needs at least one token")
         if min(ids) < 0 or max(ids) >= len(self._vocabulary):
             raise EngineError(
-                f"the token ids {min(ids)}..{max(ids)} leave the vocabulary of {len(self._vocabulary)} tokens"
+                f"the token ids {min(ids)}..{max(ids)} are outside the vocabulary of {len(self._vocabulary)} tokens"
             )
 
 
 def import_engine() -> ModuleType:
-    """The package ctranslate2; raises DependencyError."""
+    """Return the package ctranslate2; raises DependencyError."""
     try:
         import ctranslate2
     except ImportError as error:
@@ -140,7 +140,7 @@ def _refuse(dtype: str | None) -> None:
 
 def _load(model: Model, spec: LoadSpec) -> LoadedModel:
     if model.artifact is None:
-        raise EngineError(f"CTranslate2 opens artifacts only, and {model.folder} is none")
+        raise EngineError(f"CTranslate2 opens only artifacts, and {model.folder} is not one")
     bits = model.artifact.manifest.recipe.bits or "int8"
     supported = import_engine().get_supported_compute_types("cpu")
     compute_type = spec.dtype or compute_type_for(bits, supported)
@@ -151,7 +151,7 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
 
 
 def _holds(stats: WeightStats, dtype: str | None) -> int:
-    # What the processor does not compute in becomes float32.
+    # Types that the processor lacks become float32.
     quantized = (stats.bits or "").startswith("int8") and dtype in (None, stats.bits)
     return stats.weight_bytes if quantized else max(4 * stats.parameters, stats.weight_bytes)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.contracts.engine import Window
 
 BATCH = 512
-ALL_LAYERS = 1 << 16  # on the GPU
+ALL_LAYERS = 1 << 16  # more layers than any model has: put all on the GPU
 PIECE_BYTES = 1 << 27  # of logits that are in memory at a time
 LEAST_PIECE = 32
 LOG_ERROR = 4  # ggml's level
@@ -46,7 +46,7 @@ class LlamaModel:
         if not self._model:
             raise EngineError(
                 f"llama.cpp cannot load {path}{''.join(f': {line}' for line in _ERRORS[:1])}. `quantkit verify` on its "
-                "folder tells whether the file is damaged; where it is not, take another version of llama.cpp, or "
+                "folder shows whether the file is damaged. If it is not, use another version of llama.cpp, or "
                 "--engine reference."
             )
         context = library.llama_context_default_params()
@@ -62,11 +62,10 @@ class LlamaModel:
         self._batch = library.llama_batch_init(context.n_batch, 0, 1)
 
     def set_threads(self, threads: int) -> None:
-        """Compute on so many threads from now on."""
         self._c.llama_set_n_threads(self._context, threads, threads)
 
     def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:
-        """Decode `ids` from position `start` on; logits are computed of those from index `first` to before `last`."""
+        """Decode `ids` from position `start` on; logits are computed for indices `first` to `last` (exclusive)."""
         batch = self._batch
         last = len(ids) if last is None else last
         batch.n_tokens = len(ids)
@@ -83,13 +82,13 @@ class LlamaModel:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the scored positions in order; with a large vocabulary fewer at a time."""
+        """Yield (n, V) float32 of the scored positions in order; fewer at a time for a large vocabulary."""
         limit = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
         for window in windows:
             self._clear()
             ids, begin, stop = window.ids.tolist(), 0, window.scored.stop
             while begin < stop:
-                # Positions that are not scored take no memory, so they are decoded along with the others.
+                # Unscored positions need no memory for logits, so they are decoded together with scored ones.
                 end = min(len(ids), begin + BATCH, max(begin, window.first) + limit)
                 end = len(ids) if end >= stop and len(ids) - begin <= BATCH else end
                 first, last = max(window.first - begin, 0), min(stop, end) - begin

@@ -1,4 +1,4 @@
-"""Our own reader of a model's bytes, computed in torch by transformers' module code, whole or block by block.
+"""The reference engine: read any format and compute in torch with transformers' modules, whole or block by block.
 
 GPTQ, RTN and AWQ layers of up to 4 bits run on torch's int4 kernel. Layers of 8-bit values with inputs of 8 bits round
 the inputs as vLLM's kernels do. All others are dense in bfloat16 (or `dtype`).
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-INT4_BITS = ("2", "3", "4")  # of codes that torch's int4 kernel takes, which computes in bfloat16
+INT4_BITS = ("2", "3", "4")  # codes for torch's int4 kernel, which computes in bfloat16
 NARROW = (torch.float16, torch.bfloat16)
-PIECE = 1 << 23  # values of the output layer that are read at a time
+PIECE = 1 << 23  # values of the output layer read at a time
 Value: TypeAlias = torch.Tensor | GroupedWeight | ScaledWeight
 
 
 class _Values(ABC):
-    """A model's values by the names of its skeleton's parameters; puts them into modules."""
+    """Reads a model's values by the names of its skeleton's parameters, and puts them into modules."""
 
     def __init__(self, skeleton: Skeleton, folder: Path, device: str) -> None:
         self.skeleton, self._folder, self._device = skeleton, folder, device
@@ -66,26 +66,25 @@ class _Values(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The parameters that it has values for, in reading order."""
+        """Return the parameters with values, in reading order."""
 
     @abstractmethod
     def read(self, parameter: str) -> Value:
-        """The value of a parameter in its module's shape."""
+        """Return the value of a parameter in its module's shape."""
 
     @abstractmethod
     def stored(self, parameter: str) -> Value | Rows:
-        """A value outside the blocks as stored; in rows if it is not stored as floats."""
+        """Return a value outside the blocks as stored, or as Rows if it is not stored as floats."""
 
     @abstractmethod
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Some rows of a value outside the blocks."""
+        """Return some rows of a value outside the blocks."""
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """A value outside the blocks."""
         return _dense(self.read(parameter))
 
     def place(self, module: nn.Module, prefix: str, name: str, dtype: torch.dtype) -> None:
-        """Put the parameter `prefix` + `name` into `module` as `name`: codes on kernels, all other values dense."""
+        """Put the parameter `prefix` + `name` into `module` as `name`: codes for kernels, all other values dense."""
         value = self.read(prefix + name)
         if (shape := tuple(module.get_parameter(name).shape)) != tuple(value.shape):
             raise ArtifactError(
@@ -93,7 +92,7 @@ class _Values(ABC):
             )
         path = name.removesuffix(".weight")
         bias = getattr(module.get_submodule(path), "bias", None) if path != name else None
-        # The bias may still be empty; it is set when it is read.
+        # The bias may still be empty; it is set later.
         on_kernel = prefix + name in self._linears and (self._device, dtype) == ("cpu", torch.bfloat16)
         if on_kernel and isinstance(value, GroupedWeight) and kernel_group(value):
             module.set_submodule(path, Int4Linear(value, bias, dtype))
@@ -105,14 +104,14 @@ class _Values(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the values placed so far."""
+        """Return notes on the values placed so far."""
         return tuple(sorted(self._rounded))
 
 
 class _SourceValues(_Values):
     def __init__(self, source: Source, skeleton: Skeleton, device: str) -> None:
         super().__init__(skeleton, source.folder, device)
-        leftovers(source, skeleton)  # refuses blocks beyond those of config.json
+        leftovers(source, skeleton)  # refuses more blocks than config.json counts
         self._source = source
 
     def names(self) -> list[str]:
@@ -138,7 +137,7 @@ class _ArtifactValues(_Values):
         super().__init__(skeleton, artifact.folder, device)
         self._reader = open_stored(artifact, find_format(kind))
         named = list(skeleton.model.named_parameters(remove_duplicate=False))
-        own = {id(value): name for name, value in reversed(named)}  # of tied ones the first
+        own = {id(value): name for name, value in reversed(named)}  # the first of tied ones
         prefix = f"{skeleton.model.base_model_prefix}."
         self._own_name = {name: own[id(value)] for name, value in named}
         parameters, stacks = set(skeleton.parameter_names()), _stacks(skeleton)
@@ -165,7 +164,7 @@ class _ArtifactValues(_Values):
             )
         if isinstance(value, Rows):
             value = torch.from_numpy(value.whole())
-        # Codes have the shape of the linear layer; a dense tensor has that of the source.
+        # Codes have the linear layer's shape; a dense tensor has the source's.
         origin = self.skeleton.origins.get(parameter)
         if isinstance(value, torch.Tensor) and origin is not None and origin.transposed and origin.expert is None:
             value = value.T.contiguous()
@@ -198,11 +197,11 @@ class WalkedModel(TorchModel):
     """A model that is computed block by block, with one decoder block's weights in memory.
 
     Values, modules and batches are those of the whole model, so the figures are the same. The output layer is in memory
-    as stored. It generates no tokens: each would read all blocks from the disk.
+    as stored. It cannot generate tokens: each would read all blocks from disk.
     """
 
     def __init__(self, values: _Values, dtype: str, spec: LoadSpec) -> None:
-        # The notes on the linear layers of the first block hold for all blocks.
+        # The first block's notes on linear layers apply to all blocks.
         self._skeleton, self._values, self._spec = values.skeleton, values, spec
         prefix = self._skeleton.block_prefix(0)
         for name in self._skeleton.linears_of(0):
@@ -211,7 +210,7 @@ class WalkedModel(TorchModel):
         super().__init__(self._skeleton.model, dtype, values.notes)
 
     def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:
-        """Yield batches of windows in order, each with (B, T, D): what goes into the output layer."""
+        """Yield batches of windows in order, each with (B, T, D), the input of the output layer."""
         spec, device = self._spec, torch.device(self._spec.device)
         walk = WindowWalk(
             self._skeleton, self._values, self._block, device, DTYPES[self.dtype], spec.offload_bytes, spec.progress
@@ -223,7 +222,7 @@ class WalkedModel(TorchModel):
             yield batch, hidden
 
     def head(self) -> OutputHead:
-        """Return the output layer, in the narrowest type that gives its values."""
+        """Return the output layer, in the narrowest type that preserves its values."""
         dtype, device = DTYPES[self.dtype], self._spec.device
         model = self._behind()
         layer = model.get_output_embeddings()
@@ -236,8 +235,8 @@ class WalkedModel(TorchModel):
         return OutputHead(model)
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Raise EngineError."""
-        raise EngineError("a model that is computed block by block generates no tokens. Leave --walk out.")
+        """Raise EngineError: a walked model cannot generate."""
+        raise EngineError("a model that is computed block by block cannot generate tokens. Leave --walk out.")
 
     @contextmanager
     def _block(self, index: int) -> Iterator[nn.Module]:
@@ -275,7 +274,7 @@ def _narrow(stored: Value | Rows, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _load(model: Model, spec: LoadSpec) -> LoadedModel:
-    with reraise_as(f"our own reader cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
+    with reraise_as(f"the reference engine cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
         torch.set_num_threads(spec.threads)
         skeleton = open_skeleton(model.config)
         values: _Values
@@ -284,9 +283,9 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
         elif model.source is not None:
             values = _SourceValues(model.source, skeleton, spec.device)
         else:
-            raise EngineError("a model that is neither an artifact nor a source cannot be computed")
+            raise EngineError("a model must be an artifact or a source")
         if missing := set(skeleton.parameter_names()) - set(values.names()):
-            raise ArtifactError(f"{model.folder} gives no values for {min(missing)}; convert again")
+            raise ArtifactError(f"{model.folder} has no values for {min(missing)}; convert again")
         dtype = spec.dtype or "bfloat16"
         if spec.walk:
             return WalkedModel(values, dtype, spec)
@@ -299,7 +298,7 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
 
 
 def _holds(stats: WeightStats, dtype: str | None) -> int:
-    """Packed layers take a byte a weight for codes, and a quarter for scales."""
+    """Return the bytes of the weights: packed layers need a byte per weight for codes and a quarter for scales."""
     item = DTYPES[dtype or "bfloat16"].itemsize
     inside = stats.parameters - stats.outside
     packed = find_format(stats.format).loaded_by(ENGINE.name).stays_packed(stats.bits)

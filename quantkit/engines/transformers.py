@@ -27,7 +27,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
         try:
             import_module(package)
         except ImportError as error:
-            raise missing_package(package, model.format, error) from None  # its extra has the format's name
+            raise missing_package(package, model.format, error) from None  # the extra has the format's name
     _refuse_misread(model, spec.dtype, spec.device)
     torch.set_num_threads(spec.threads)
     device = None if spec.device == "cpu" else spec.device
@@ -48,13 +48,13 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     if missing := sorted(about["missing_keys"]):
         raise EngineError(
             f"{model.folder} has no tensor for {len(missing)} parameters of {type(loaded).__name__}, such as "
-            f"{missing[0]}: transformers would make up values. Give the config.json that belongs to these weights."
+            f"{missing[0]}: transformers would use random values. Give the config.json that belongs to these weights."
         )
     notes: tuple[str, ...] = ()
     if unused := sorted(about["unexpected_keys"]):
         if model.source is not None:
-            leftovers(model.source, open_skeleton(model.source.config))  # refuses blocks beyond those of config.json
-        notes = (f"transformers leaves out {len(unused)} tensors of the checkpoint, such as {unused[0]}",)
+            leftovers(model.source, open_skeleton(model.source.config))  # refuses more blocks than config.json counts
+        notes = (f"transformers ignores {len(unused)} tensors of the checkpoint, such as {unused[0]}",)
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
 
 

@@ -1,6 +1,6 @@
 """vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a GPU.
 
-Its pins rarely fit another environment: name the interpreter that has it with `--python`. Its model returns the hidden
+Its pinned dependencies rarely fit another environment: name its interpreter by `--python`. Its model returns the hidden
 states of a prompt, and its own output layer turns them into logits, a few positions at a time.
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from quantkit.contracts.engine import Window
 
 DTYPES = ("bfloat16", "float16", "float32")
-GPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM would take nearly the whole GPU
+GPU_CACHE_BYTES = 1 << 30  # KV cache; by default vLLM takes nearly the whole GPU
 PIECE_ROWS = 32  # positions that go through the output layer together
 LEAST_BATCH = 2048
-NOT_COMPILED = "vLLM without torch.compile, which takes it minutes at each start: its server generates faster"
+NOT_COMPILED = "vLLM without torch.compile, which takes minutes at each start; its server generates faster"
 ROUNDED = "activations rounded to 8 bits, as vLLM does on this processor unless VLLM_CPU_INT4_W4A8=0"
 # Set if the user has not: a small cache of keys and values, for one sequence; threads by OMP_NUM_THREADS; one token
-# more than the context, which is sampled and never read.
+# more than the context, since vLLM samples one that nobody reads.
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -44,7 +44,7 @@ VARIABLES = {
 
 
 class VllmModel:
-    """A loaded vLLM engine that holds one sequence at a time."""
+    """A loaded vLLM engine that computes one sequence at a time."""
 
     def __init__(self, engine: LLMEngine, module: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
         self._engine = engine
@@ -97,7 +97,7 @@ class VllmModel:
                     if done.finished and made < count:
                         raise EngineError(f"vLLM stopped after {made} of {count} tokens")
         finally:
-            # A caller that stops early leaves a request behind.
+            # A caller that stops early leaves an open request.
             self._engine.abort_request([name])
             while self._engine.has_unfinished_requests():
                 self._engine.step()
@@ -136,7 +136,7 @@ def _find_device(asked: str) -> str:
 
 
 def _inspect(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
-    """Return the model, and whether one of its layers computes with activations of 8 bits."""
+    """Return the model, and whether one of its layers computes with 8-bit activations."""
     return module, any(getattr(layer, "use_w4a8", False) for layer in module.modules())
 
 

@@ -1,1 +1,1 @@
-"""Windows, baselines, child processes, cross-checks and tasks."""
+"""Evaluate models: windows, baselines, child processes, cross-checks and tasks."""

@@ -1,4 +1,4 @@
-"""The baseline: what the source model computes at the scored positions, cached.
+"""The baseline: the source model's final hidden states at the scored positions, cached.
 
 It holds the states that enter the source's output layer, (N, D) float16 for N scored positions; the logits are computed
 from them by the source's own output layer, in float32. Its key is a hash of the source's hashes, the tokens, the
@@ -144,7 +144,7 @@ class SourceHead:
         return load_output_layer(self._source, self._skeleton)
 
     def logits(self, states: NDArray[np.float16] | NDArray[np.float32]) -> NDArray[np.float32]:
-        """(n, D) states -> (n, V) float32."""
+        """Return the (n, V) float32 logits of (n, D) states."""
         import torch
 
         with torch.inference_mode():
@@ -254,7 +254,7 @@ def _floors(head: SourceHead, loaded: StatesModel, cut: Cut, exact: list[NDArray
                 logits = head.logits(states[rows])
                 divergences.append(score(logits, np.zeros(len(logits), np.int64), source)["divergence"])
     mean, stderr = mean_and_error(np.concatenate(noise))
-    if not math.isfinite(stderr):  # of a single position
+    if not math.isfinite(stderr):  # a single position has no error
         stderr = mean
     # A divergence is never negative; a negative mean is a rounding error of float32.
     least = max(0.0, float(np.concatenate(rounding).mean()))

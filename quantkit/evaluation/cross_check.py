@@ -1,4 +1,4 @@
-"""Compare the engine that users run with our own reader of the same artifact.
+"""Compare the engine that users run with the reference engine of the same artifact.
 
 Both score the same positions. Half the mean square of the difference of their log-likelihoods estimates the divergence
 of their distributions in nats. Two correct readers differ by rounding: of values to bfloat16 (our reader) and of
@@ -31,7 +31,7 @@ MAX_SHIFT = 0.01  # nats in the mean: 1 % of the perplexity
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """The reports of both, and the difference native - reference of their negative log-likelihoods, in nats."""
+    """Both reports, and the difference native - reference of their negative log-likelihoods, in nats."""
 
     native: Report
     reference: Report
@@ -42,22 +42,21 @@ class CrossCheck:
 
     @property
     def agrees(self) -> bool:
-        """Whether rounding explains the difference."""
+        """Return whether rounding explains the difference."""
         return self.apart <= MAX_APART and abs(self.shift) - 2 * self.shift_stderr <= MAX_SHIFT
 
     def lines(self) -> list[str]:
-        """Return the result as lines for the screen."""
         engine, word = self.native.engine.name, "agree"
-        floor = "" if self.floor is None else f"; the source in bfloat16 is {self.floor:.2g} from itself in float32"
+        floor = "" if self.floor is None else f"; rounding the source to bfloat16 gives {self.floor:.2g}"
         if not self.agrees:
             word = (
-                "DISAGREE beyond rounding: one of them misreads the file, or the engine's arithmetic costs this much "
-                "(look with --dtype float32 if the engine has it)"
+                "DISAGREE beyond rounding: one of them misreads the file, or the engine's arithmetic is this inexact "
+                "(try --dtype float32 if the engine supports it)"
             )
         return [
-            f"{engine} against our own reader: log-likelihoods differ by {-self.shift:+.5f} ± {self.shift_stderr:.5f} "
-            f"in the mean, and the two are about {self.apart:.2g} nats apart{floor}",
-            f"{engine} and our own reader {word}",
+            f"{engine} against reference: log-likelihoods differ by {-self.shift:+.5f} ± {self.shift_stderr:.5f} "
+            f"on average; estimated divergence {self.apart:.2g} nats per token{floor}",
+            f"{engine} and the reference engine {word}",
         ]
 
 
@@ -71,16 +70,18 @@ def cross_check(
     progress: Progress | None = None,
     **settings: Any,
 ) -> CrossCheck:
-    """Evaluate an artifact with its native engine (or `engine`) and with our own reader, on equal positions.
+    """Evaluate an artifact with its native engine (or `engine`) and with the reference engine, on equal positions.
 
     `settings` are fields of EvaluationSpec: protocol, n_ctx, limit. Raises a QuantkitError; RecipeError if there is no
     second engine.
     """
     spec = spec_of(EvaluationSpec, settings, "evaluation", text=text, probes=("perplexity",))
     opened, exact = open_with_source(model, source)
-    native = replace(choose(opened, engine), named=True)  # it, or nothing
+    native = replace(choose(opened, engine), named=True)  # no fallback to another engine
     if native.name == REFERENCE:
-        raise RecipeError(f"{opened.label} has no engine here besides our own reader, so there is nothing to check")
+        raise RecipeError(
+            f"{opened.label} has no engine here besides the reference engine, so there is nothing to compare"
+        )
     ours = choose(opened, EngineSpec(engine=REFERENCE, device=own_device(native.asked_device)))
     loaded, limits = load_text(spec.text, "evaluation"), memory or LIMITS
     whole = limits.model_copy(update={"walk": None if limits.walk else limits.walk})

@@ -21,7 +21,7 @@ from quantkit.records.report import EngineEntry
 from quantkit.system.device import CPU, device_label, find_device
 from quantkit.system.interpreter import inspect_interpreter
 
-REFERENCE = "reference"  # our own reader
+REFERENCE = "reference"  # quantkit's own engine, which reads every format
 BASELINE_DTYPE = "float32"
 # What quantkit itself imports in a process that evaluates, and the packages with other names than their modules.
 NEEDED = (
@@ -55,12 +55,11 @@ class ChosenEngine:
 
     @property
     def variables(self) -> list[str]:
-        """The set environment variables that change what it computes."""
+        """Return the set environment variables that change its results."""
         prefixes = find_engine(self.name).variables
         return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
 
     def entry(self, loaded: LoadedEntry) -> EngineEntry:
-        """The engine in a report."""
         return EngineEntry(
             name=self.name,
             version=self.version,
@@ -127,7 +126,7 @@ def require(engine: Engine, python: str = sys.executable) -> str:
     if engine.module in missing:
         place = "" if own else f" for {python}"
         raise DependencyError(
-            f"the engine {engine.name} is not installed{place}. {engine.install}, or evaluate with our own reader: "
+            f"the engine {engine.name} is not installed{place}. {engine.install}, or use the reference engine: "
             f"--engine {REFERENCE}"
         )
     if missing:

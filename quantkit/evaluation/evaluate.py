@@ -1,4 +1,4 @@
-"""evaluate: open and check a model, measure it in child processes, and return a Report; or forecast what that takes."""
+"""evaluate: open and check a model, measure it in child processes, and return a Report; or forecast memory and time."""
 
 from __future__ import annotations
 
@@ -98,14 +98,12 @@ def open_with_source(model: ModelLike, source: str | Path | ModelRef | None = No
         return opened, None
     entry = opened.artifact.manifest.source
     if not _can_be_found(entry):
-        raise RecipeError(
-            f"--adapter needs the model that it belongs to: give its folder ({entry.model}) with --source"
-        )
+        raise RecipeError(f"--adapter needs its base model: give its folder ({entry.model}) with --source")
     return opened, open_source(entry.model, entry.revision, adapters)
 
 
 def _can_be_found(entry: SourceEntry) -> bool:
-    """Whether a manifest tells where the source is."""
+    """Return whether a manifest has enough to find the source."""
     return entry.model == "demo" or entry.revision is not None
 
 
@@ -134,20 +132,20 @@ class Evaluation:
     text: Text
     engine: ChosenEngine
     cut: Cut
-    source: Source | None  # divergences are measured from it
+    source: Source | None  # divergences are measured against it
     plan: MemoryPlan
     baseline_plan: MemoryPlan | None  # None if the source's baseline is stored or not needed
     notes: tuple[str, ...]
 
     @property
     def baseline(self) -> BaselineRef | None:
-        """The baseline of the source, whether or not it is there."""
+        """Return the baseline of the source, stored or not."""
         if self.source is None:
             return None
         return BaselineRef(source=Model(None, self.source).ref, key=key_of(self.source, self.cut, BASELINE_DTYPE))
 
     def stored_baseline(self) -> BaselineEntry | None:
-        """The facts of the baseline, if it is there."""
+        """Return the facts of the baseline if it is stored."""
         return None if self.baseline is None else BaselineFiles(self.baseline.key).read_facts()
 
     def decides(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> dict[str, Any]:
@@ -220,10 +218,10 @@ def _without_generation(spec: EvaluationSpec, named: tuple[str, ...]) -> tuple[E
     out = [name for name in spec.probes if find_probe(name).generates]
     if asked := [name for name in out if name in named]:
         raise RecipeError(
-            f"the probe {asked[0]} generates tokens, and the model would be computed block by block: it does not fit "
-            "into memory whole, or --walk asks for it. Leave the probe out, or try it whole with --no-walk."
+            f"the probe {asked[0]} generates tokens, which is impossible block by block: the model does not fit "
+            "into memory whole, or --walk is set. Leave the probe out, or give --no-walk."
         )
-    note = (f"left out, since a walk generates no tokens: {', '.join(out)}",) if out else ()
+    note = (f"left out, since a block-by-block run generates no tokens: {', '.join(out)}",) if out else ()
     return spec.model_copy(update={"probes": tuple(name for name in spec.probes if name not in out)}), note
 
 
@@ -252,14 +250,14 @@ def measure(evaluation: Evaluation, progress: Progress, save: Path | None = None
 
 
 def _make_baseline(evaluation: Evaluation, windows: Path, progress: Progress) -> BaselineEntry | None:
-    """The facts of the source's baseline, which is computed in float32 if it is not there."""
+    """Return the facts of the source's baseline; compute it in float32 if it is not stored."""
     ref, plan = evaluation.baseline, evaluation.baseline_plan
     if ref is None:
         return None
 
     def make() -> None:
         if plan is None:
-            raise EngineError("the baseline of the source was removed while it was used. Evaluate again.")
+            raise EngineError("the baseline of the source was removed during the evaluation. Evaluate again.")
         load = LoadRequest(model=ref.source, engine=plan.engine, threads=max(evaluation.spec.threads))
         run_child(BaselineRequest(load=load, windows=str(windows), key=ref.key), windows.parent, progress, True)
 
@@ -280,7 +278,7 @@ def _requests(
             resume=str(resume_folder() / f"{fingerprint[:32]}.positions"), save=None if save is None else str(save),
         )  # fmt: skip
 
-    # The first number of threads is that of all figures; the others are for what depends on it.
+    # All figures are measured with the first number of threads; speed also with the others.
     most, *others = sorted(spec.threads, reverse=True)
     # What needs the source's output layer goes into a process of its own if the engine does not need torch.
     splits = found.process == "both" and engine.python == sys.executable and baseline is not None
@@ -317,20 +315,20 @@ def _exact_source(model: Model, source: Source | None) -> Source | str | None:
         exact = open_source(entry.model, entry.revision)
     except QuantkitError as error:
         return str(error)
-    return exact if exact.hashes == entry.hashes else f"{entry.model} is not the checkpoint that it was made from"
+    return exact if exact.hashes == entry.hashes else f"{entry.model} is not the artifact's source"
 
 
 def _refuse_other_source(model: Model, source: Source) -> None:
     if model.artifact is None:
         if model.source is not source and model.digest != Model(None, source).digest:
-            raise RecipeError(f"{model.label} is a source itself, and {source.model} another one: leave the source out")
+            raise RecipeError(f"{model.label} is itself a source model: leave --source out")
         return
     entry = model.artifact.manifest.source
     if entry.adapters != (given_adapters := tuple(adapter.entry for adapter in source.adapters)):
         one, other = (", ".join(adapter.name for adapter in of) or "none" for of in (given_adapters, entry.adapters))
         raise ArtifactError(
-            f"{model.artifact.folder} was made with other adapters than those that are given ({one}; the manifest has "
-            f"{other}, or other files of the name). Give the same, in the same order, with --adapter."
+            f"{model.artifact.folder} was made with other adapters than the given ones ({one}; the manifest has "
+            f"{other}, or other files of that name). Give the same adapters in the same order."
         )
     made_from, given = entry.hashes, source.hashes
     same_config = model.config == source.config  # the bytes of the file do not matter
@@ -338,13 +336,13 @@ def _refuse_other_source(model: Model, source: Source) -> None:
         if made_from.get(name) != given.get(name) and not (same_config and name == "config.json"):
             one, other = (str(hashes.get(name, "no such file"))[:12] for hashes in (made_from, given))
             raise ArtifactError(
-                f"{source.model} is not the model that {model.artifact.folder} was made from: {name} has the sha256 "
-                f"{other}, and {one} in the manifest. Give the model that it was made from, or leave the source out."
+                f"{source.model} is not the source of {model.artifact.folder}: {name} has the sha256 "
+                f"{other}, and {one} in the manifest. Give the right --source, or leave it out."
             )
 
 
 class Part(Strict):
-    """The forecast of one model that is computed."""
+    """The forecast for computing one model."""
 
     what: str
     engine: str
@@ -355,7 +353,7 @@ class Part(Strict):
 
 
 class EvaluationForecast(Strict):
-    """The parts of an evaluation in their order, the bytes of disk that it takes, its seconds, and notes."""
+    """The parts of an evaluation in order, its bytes of disk, its seconds, and notes."""
 
     parts: tuple[Part, ...]
     disk_bytes: int
@@ -379,23 +377,21 @@ def forecast(
     """
     asked = resolve(spec_of(EvaluationSpec, settings, "evaluation", text=text))
     if "perplexity" not in asked.probes:
-        raise RecipeError(
-            f"a forecast is of the probe perplexity, and {', '.join(asked.probes)} was asked for. Add it to the probes"
-        )
+        raise RecipeError(f"a forecast needs the probe perplexity, and --probes has only {', '.join(asked.probes)}")
     spec = asked.model_copy(update={"probes": ("perplexity",)})
     evaluation = _open_and_prepare(model, source, spec, engine, memory)
     opened, plan, baseline = evaluation.model, evaluation.plan, evaluation.baseline_plan
     windows, divergence = evaluation.cut.windows, evaluation.source is not None
     parts = [_part(opened.label, plan, _seconds(evaluation, opened, plan, 2 if divergence else 1))]
     if baseline is not None and evaluation.source is not None:
-        more = 1 + min(NOISE_WINDOWS, len(windows)) / len(windows)  # which are computed in bfloat16, too
+        more = 1 + min(NOISE_WINDOWS, len(windows)) / len(windows)  # these windows are also computed in bfloat16
         seconds = _seconds(evaluation, Model(None, evaluation.source), baseline, 1) * more
         parts.insert(0, _part("the source in float32", baseline, seconds))
     disk = disk_of(windows, [plan, baseline or plan], dims_of(opened.config), divergence)
     others = [name for name in asked.probes if name not in ("perplexity", "size")]
     if plan.engine.walk:
         others = [name for name in others if not find_probe(name).generates]
-    note = (f"the time is that of perplexity; it is more by that of {', '.join(others)}",) if others else ()
+    note = (f"the time is for perplexity alone, without {', '.join(others)}",) if others else ()
     return EvaluationForecast(
         parts=tuple(parts), disk_bytes=disk, seconds=sum(part.seconds for part in parts), notes=evaluation.notes + note
     )
@@ -442,9 +438,9 @@ def _seconds(evaluation: Evaluation, model: Model, plan: MemoryPlan, heads: int)
         else:
             rate = float(result.measurements[0].details["tokens_per_second"])
             return time.monotonic() - begin + (tokens_in(cut.windows) - tokens_in(first)) / rate
-    # A walk: the times at which it began and had done each batch of its first block.
+    # In a walk: the start, and the time after each batch of the first block.
     times, tokens = [at for _, at in beats], tokens_in(cut.windows)
-    computing = (times[-1] - times[-2]) / tokens_in(batches[-1])  # of a token in one block
+    computing = (times[-1] - times[-2]) / tokens_in(batches[-1])  # seconds per token and block
     loading = max(0.0, times[-1] - times[0] - computing * tokens_in(first))
     dims, waves = dims_of(model.config), -(-tokens // wave_tokens(cut.windows))
     block = max(1, model.parameters - dims.head) / dims.blocks

@@ -29,29 +29,28 @@ from quantkit.system.untrusted import reraise_as
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 MB = 1_000_000
-PROCESS = 400 * MB  # libraries, once they have computed something
+PROCESS = 400 * MB  # libraries after their first computation
 OFFLOAD_BYTES = 20 * MB
-LOGIT_ROWS, PIECE_ROWS = 256, 32  # positions that go through an output layer together, and that are scored
-SLAB_BYTES = 34 * MB  # of the source's output layer that are wide at a time
-RECORD_BYTES = 32  # stored of a scored position
-CODES = 17  # bytes a weight while a layer's codes are unpacked
+LOGIT_ROWS, PIECE_ROWS = 256, 32  # positions per product with the output layer, and per scoring step
+SLAB_BYTES = 34 * MB  # of the source's output layer converted to float32 at a time
+RECORD_BYTES = 32  # stored per scored position
+CODES = 17  # bytes per weight while a layer's codes are unpacked
 
 
 @dataclass(frozen=True)
 class MemoryNeed(MemoryEstimate):
-    """Memory that one model takes in an engine; without phases where that is unknown."""
+    """Memory that one model needs in an engine; without phases if unknown."""
 
     process: int = PROCESS
     engine: str = ""
     walk: bool = False
 
     def fits(self, available: int) -> bool:
-        """Whether it takes at most so many bytes, as far as that is known."""
+        """Return whether it needs at most `available` bytes; true if unknown."""
         return not self.phases or self.memory <= available
 
     @property
     def words(self) -> str:
-        """For the screen."""
         how = f"{self.engine}, block by block" if self.walk else self.engine
         return f"{how}, {self.memory / 1e9:.2f} GB" if self.phases else how
 
@@ -74,28 +73,28 @@ class ModelDims:
     inner: int
     tied: bool
     blocks: int
-    flowing: int  # values of a token that go from block to block
-    tables: int  # values of a token in all embeddings
+    flowing: int  # values per token that pass from block to block
+    tables: int  # values per token in all embeddings
 
     @property
     def head(self) -> int:
-        """Weights of the output layer."""
+        """Return the number of weights of the output layer."""
         return self.vocabulary * self.hidden
 
     def activations(self, windows: tuple[Window, ...], item: int) -> int:
-        """Bytes of a batch inside a block: the residual, attention's tensors, and the widest layer."""
+        """Return the bytes of a batch inside a block: the residual, attention's tensors, and the widest layer."""
         values = 7 * self.hidden + self.flowing + 4 * max(self.inner, 3 * self.hidden)
         return min(max(BATCH_TOKENS, longest_in(windows)), tokens_in(windows)) * item * values
 
     def logits(self, windows: tuple[Window, ...], item: int, divergence: bool) -> int:
-        """Bytes of the logits that are in memory together; with the source's come products of both (measured)."""
+        """Return the bytes of logits in memory at once; for a divergence also the source's, and products of both."""
         rows = min(LOGIT_ROWS, positions_in(windows))
         own = rows * item + 2 * min(PIECE_ROWS, rows) * 4
         return self.vocabulary * (own + 3 * rows * 4 * divergence)
 
 
 def dims_of(config: dict[str, Any]) -> ModelDims:
-    """Return the sizes of the model of a config.json; raises UnsupportedError."""
+    """Return the sizes from a model's config.json; raises UnsupportedError."""
     settings = open_config(config).get_text_config()
     with reraise_as("the sizes in config.json cannot be used", UnsupportedError):
         hidden = int(settings.hidden_size)
@@ -113,7 +112,7 @@ def dims_of(config: dict[str, Any]) -> ModelDims:
 
 
 def stats_of(model: Model) -> WeightStats:
-    """Return the facts from which engines derive the memory of a model's weights."""
+    """Return what engines need to estimate the memory of a model's weights."""
     dims = dims_of(model.config)
     recipe = None if model.artifact is None else model.artifact.manifest.recipe
     return WeightStats(
@@ -140,7 +139,7 @@ def need_whole(
         return MemoryNeed(engine=engine.name, device=device)
     tokens, item = longest_in(windows), ITEM.get(dtype or stats.dtype, 4)
     logits = dims.logits(windows, item, head > 0)
-    if not engine.in_torch:  # it returns the logits of a whole window, which are copied
+    if not engine.in_torch:  # such an engine returns the logits of a whole window, and they are copied
         logits = max(logits, 2 * tokens * dims.vocabulary * 4)
     activations = dims.activations(windows, item)
     weights = engine.holds(stats, dtype) + activations + logits + head + GROWTH
@@ -166,7 +165,7 @@ def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...
     rows = min(dims.vocabulary, wave) * dims.tables
     own_head = dims.head * (item if stored > item or not plain else min(stored, item))
     reading = 0 if plain else dims.head * stored
-    later = own_head + head if tokens_in(windows) > wave else 0  # next to the next windows' blocks
+    later = own_head + head if tokens_in(windows) > wave else 0  # in memory during the next windows' blocks
     unpacking = max(layers, default=0) * (stored if plain else CODES)
     activations = dims.activations(windows, item)
     phases = {
@@ -180,7 +179,7 @@ def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...
 def need_of_copy(
     source: Source, kind: Format, nbytes: int, bits: str | None, windows: tuple[Window, ...]
 ) -> MemoryNeed:
-    """Return the need of an artifact that is not made yet, of `nbytes`, loaded whole in its format's first engine."""
+    """Return the need of a future artifact of `nbytes`, loaded whole in its format's first engine."""
     stats = replace(stats_of(Model(None, source)), format=kind.name, weight_bytes=nbytes, bits=bits)
     dims = dims_of(source.config)
     return need_whole(find_engine(kind.engines[0]), stats, dims, windows, head=source_head_bytes(source))
@@ -215,7 +214,7 @@ def plan_memory(
     head: int = 0,
     what: str = "it",
 ) -> MemoryPlan:
-    """Plan to compute a model whole with `engine` if that fits, else block by block with our own reader.
+    """Plan to compute a model whole with `engine` if that fits, else block by block with the reference engine.
 
     `what` names the model in notes. Raises ResourceError if neither fits, RecipeError for a named engine that cannot
     walk.
@@ -226,8 +225,8 @@ def plan_memory(
         return MemoryPlan(engine, need)
     if engine.named and not found.walks:
         if limits.walk:
-            raise RecipeError(f"the engine {engine.name} does not compute block by block. Take --engine {REFERENCE}.")
-        raise _too_much(model, need, limits, "Leave --engine out, or try it all the same with --no-walk.")
+            raise RecipeError(f"the engine {engine.name} cannot compute block by block. Give --engine {REFERENCE}.")
+        raise _too_much(model, need, limits, "Leave --engine out, or skip this check with --no-walk.")
     dtype = engine.dtype or ("bfloat16" if model.source is None else stats.dtype)
     find_engine(REFERENCE).refuse(dtype)
     offload_bytes = OFFLOAD_BYTES if limits.offload_gb is None else int(limits.offload_gb * 1e9)
@@ -238,24 +237,24 @@ def plan_memory(
     )  # fmt: skip
     walking = need_by_block(model, changed, windows, head)
     if not walking.fits(_limit(walking.device, limits)):
-        raise _too_much(model, walking, limits, "Give shorter windows, or take a machine with more memory.")
-    note = f"{what} was computed block by block by our own reader, as was asked for"
+        raise _too_much(model, walking, limits, "Give shorter windows, or use a machine with more memory.")
+    note = f"{what} was computed block by block by the reference engine, as requested"
     if not limits.walk:
         needed, free = in_one_unit(need.memory, _limit(need.device, limits))
         note = (
-            f"{what} was computed block by block by our own reader: {engine.name} would need {needed} of "
-            f"{memory_of(need.device)} for all of it, and {free} were free"
+            f"{what} was computed block by block by the reference engine: {engine.name} would need {needed} of "
+            f"{memory_of(need.device)}, and {free} were free"
         )
     return MemoryPlan(changed, walking, (note,))
 
 
 def _limit(device: str, limits: MemoryLimits) -> int:
-    """Most bytes to take of a device's memory: the user's limit, else what is free."""
+    """Return the bytes of a device's memory to use: the user's limit, else the free memory."""
     return free_memory(device) if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
 
 
 def _too_much(model: Model, need: MemoryNeed, limits: MemoryLimits, fix: str) -> ResourceError:
-    needed, free = need.beside(_limit(need.device, limits))
+    needed, free = need.compared_with(_limit(need.device, limits))
     how = "block by block " if need.walk else ""
     return ResourceError(
         f"evaluating {shlex.quote(model.label)} {how}with {need.engine} would need {needed}, and {free} are free. {fix}"
@@ -263,7 +262,7 @@ def _too_much(model: Model, need: MemoryNeed, limits: MemoryLimits, fix: str) ->
 
 
 def _stored_item(model: Model) -> int:
-    """Bytes of a value outside the blocks as it is read."""
+    """Return the bytes per stored value outside the blocks."""
     if model.source is None:
         return 4
     return max((ITEM_BYTES.get(info.dtype, 4) for info in model.source.tensors.values()), default=4)

@@ -2,8 +2,8 @@
 
 Each scored position gives a record. With the source's logits it holds the Kullback-Leibler divergence of the model's
 next-token distribution from the source's, in nats, and whether both have the same most likely token. The figures are
-those of llama.cpp's `llama-perplexity --kl-divergence`; their formulas are in docs/evaluating/divergence.md. The
-positions of finished batches are stored; an interrupted evaluation resumes there.
+those of llama.cpp's `llama-perplexity --kl-divergence`; formulas: docs/evaluating/divergence.md. The positions of
+finished batches are stored; an interrupted evaluation resumes there.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ def score(
 
 
 def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:
-    """(N,) nll -> perplexity and its standard error: PPL * sqrt((mean(nll^2) - mean(nll)^2) / (N - 1))."""
+    """Return perplexity and standard error of (N,) nll: PPL * sqrt((mean(nll^2) - mean(nll)^2) / (N - 1))."""
     mean, error = mean_and_error(nll)
     perplexity = math.exp(min(mean, 700.0))
     return perplexity, perplexity * error
 
 
 def figures_of(positions: Positions, cut: Cut, **details: float) -> list[Measurement]:
-    """Return all figures of the scored positions of a cut, in its order; `details` are added to the perplexity's.
+    """Return all figures of a cut's scored positions; `details` are added to the perplexity's.
 
-    Means over positions have their sums over each window.
+    Each mean over positions also records its sums over each window.
     """
     value, stderr = summarize(positions["nll"])
     every: dict[str, float | str] = {"mean_nll": float(positions["nll"].mean()), **details}
@@ -129,7 +129,7 @@ def divergence_of(positions: Positions) -> list[Measurement]:
 def text_rates(
     positions: Positions, document: NDArray[np.int64], words: NDArray[np.int64], nbytes: NDArray[np.int64]
 ) -> list[Measurement]:
-    """Word perplexity, byte perplexity and bits per byte of documents.
+    """Return word perplexity, byte perplexity and bits per byte of documents.
 
     document (N,) is each position's document; words and nbytes (documents,) are counts of the original text. The
     standard error takes documents as independent (ratio estimate, linearized).
@@ -153,7 +153,7 @@ def text_rates(
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of `count` trials (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
+    """Return the 95 % interval of a share of `count` trials (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
     z = NORMAL_95**2 / count
     middle = (share + z / 2) / (1 + z)
     half = NORMAL_95 * math.sqrt(share * (1 - share) / count + z / (4 * count)) / (1 + z)
@@ -167,15 +167,15 @@ def _correlation(one: NDArray[np.float64], two: NDArray[np.float64]) -> float:
 
 
 class Baseline(Protocol):
-    """What the source computes at the scored positions."""
+    """The source's logits at the scored positions."""
 
     def logits(self, start: int, count: int) -> NDArray[np.float32]:
-        """(count, V) float32 of the scored positions from number `start` on."""
+        """Return (count, V) float32 logits of the scored positions from number `start` on."""
 
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """What a probe may use."""
+    """The data that a probe may use."""
 
     loaded: LoadedModel
     model: Model
@@ -196,21 +196,21 @@ class Probe:
 
     name: str
     run: Callable[[ProbeJob], list[Measurement]]
-    generates: bool = False  # it generates tokens, which a model cannot that is computed block by block
-    per_threads: bool = False  # it runs once for each number of threads
-    needs_source: bool = False  # it uses the source's baseline if there is one
-    n_ctx: int = 0  # tokens of context that it wants; a model may have less
-    usual: bool = True  # it runs if no probe is named
+    generates: bool = False  # generates tokens, so the model must not be computed block by block
+    per_threads: bool = False  # runs once for each number of threads
+    needs_source: bool = False  # uses the source's baseline if there is one
+    n_ctx: int = 0  # preferred tokens of context; a model may have less
+    usual: bool = True  # runs if no probe is named
 
 
 CHECKSUM_BYTES = 4
-WRITING_SHARE = 0.05  # of the time, at most
+WRITING_SHARE = 0.05  # maximum share of the time
 
 
 class ResumeFile:
     """The scored positions of finished batches: a checksum, and records (`scores.RECORD`).
 
-    The whole file is replaced each time. A file that is damaged or cannot be written only costs time.
+    The whole file is replaced each time. A damaged or unwritable file only costs time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +239,6 @@ class ResumeFile:
         self._next = end + (end - begin) / WRITING_SHARE
 
     def remove(self) -> None:
-        """Remove the file."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -258,12 +257,12 @@ def _scored(job: ProbeJob, windows: Sequence[Window], position: int) -> Iterator
             source = None if baseline is None else baseline.logits(position, len(logits))
             if source is not None and source.shape != logits.shape:
                 raise EngineError(
-                    f"{job.model.label}: the engine gave {logits.shape[1]} logits a position and the source has "
+                    f"{job.model.label}: the engine returned {logits.shape[1]} logits per position, and the source has "
                     f"{source.shape[1]}. Evaluate with --no-divergence."
                 )
             part = score(logits, targets, source)
             if not np.isfinite(part["nll"]).all():
-                raise EngineError(f"{job.model.label}: the engine gave NaN or infinite values; the artifact is broken")
+                raise EngineError(f"{job.model.label}: the engine returned NaN or infinite values: broken artifact")
             parts.append(part)
             position += len(logits)
         yield np.concatenate(parts)

@@ -23,7 +23,7 @@ from quantkit.system.processor import threads
 from quantkit.system.sizes import bits_per_weight
 
 PROMPT_TOKENS = 32
-WARM_UP_TOKENS = 8  # caches, threads and an engine's set-up at its first call are final after a few
+WARM_UP_TOKENS = 8  # enough to fill caches, start threads, and finish an engine's set-up at its first call
 READ, GENERATED = 512, 128  # tokens, as in llama-bench
 ANSWER_TOKENS = 384  # our longest prompt and 200 tokens
 
@@ -50,7 +50,7 @@ def generate(job: ProbeJob, prompt: list[int], count: int, ends: frozenset[int] 
 
 
 def ms_per_token(times: list[float]) -> float:
-    """Return (last token - first token) / (tokens - 1), without the prompt, in milliseconds; of two tokens or more."""
+    """Return (last token - first token) / (tokens - 1), in milliseconds, without the prompt; for two tokens or more."""
     return 1000 * (times[-1] - times[0]) / (len(times) - 1)
 
 
@@ -95,7 +95,7 @@ def measure_speed(job: ProbeJob) -> list[Measurement]:
         Measurement(name=f"ttft_ms@{job.threads}", value=first, unit="ms", n=repeats, details=of_prompt),
     ]  # fmt: skip
     if job.spec.price_per_hour is not None:
-        # 1,000 tokens take as many seconds as one takes milliseconds.
+        # seconds for 1,000 tokens = milliseconds for one token
         cost = job.spec.price_per_hour / 3600 * median
         measured.append(Measurement(name=f"cost_per_1000_tokens@{job.threads}", value=cost, unit=""))
     return measured
@@ -132,7 +132,7 @@ def measure_throughput(job: ProbeJob) -> list[Measurement]:
 
 
 def measure_answers(job: ProbeJob) -> list[Measurement]:
-    """Return figures of nine answers, after one to warm up; prompts are plain text, without a chat template."""
+    """Return figures of nine answers after a warm-up; prompts are plain text, without a chat template."""
     tokenizer, ends, answers = job.model.tokenizer(), job.model.end_tokens, []
     with job.progress.step(f"answers at {threads(job.threads)}", len(PROMPTS) + 1) as advance:
         for text in (WARM_UP, *PROMPTS):
@@ -140,7 +140,7 @@ def measure_answers(job: ProbeJob) -> list[Measurement]:
             limit = min(job.spec.max_tokens, job.n_ctx - len(prompt))
             if limit < 2:
                 raise EngineError(
-                    f"the context of {job.model.label} is {job.n_ctx} tokens: too short for the probe answers"
+                    f"the context of {job.model.label} has {job.n_ctx} tokens, too few for the probe answers"
                 )
             answers.append(generate(job, prompt, limit, ends))
             advance(remark=f"{len(answers[-1]) / answers[-1][-1]:.1f} tokens/s")

@@ -48,7 +48,7 @@ class BaselineRef(Strict):
 
 
 class MeasureRequest(Frozen):
-    """Run `probes`, and those of speed again with each of `further_threads`."""
+    """Run `probes`; run the speed probes again with each of `further_threads`."""
 
     kind: Literal["measure"] = "measure"
     load: LoadRequest
@@ -71,7 +71,7 @@ class BaselineRequest(Frozen):
 
 
 class TasksRequest(Frozen):
-    """Run tasks."""
+    """Run tasks of lm-evaluation-harness."""
 
     kind: Literal["tasks"] = "tasks"
     load: LoadRequest
@@ -89,7 +89,7 @@ def read_request(text: str) -> Request:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"
-        raise EngineError(f"the request of an evaluation cannot be read: {place}: {first['msg']}") from None
+        raise EngineError(f"the request to the evaluation process is invalid: {place}: {first['msg']}") from None
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ChildResult:
 
 
 def run_child(request: Request, temp: Path, progress: Progress, forked: bool = False) -> ChildResult:
-    """Run one child with its files in `temp`; `forked`: if possible from a process that has imported transformers.
+    """Run one child with its files in `temp`; with `forked`, fork a process that has imported transformers if possible.
 
     Raises the QuantkitError that the child reports, and EngineError if it ends without one.
     """
@@ -122,7 +122,7 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
         os.close(write_end)
         try:
             with os.fdopen(read_end, encoding="utf-8") as events:
-                result = _read_events(events, f"the engine {engine.name} told something unusable of {model}", progress)
+                result = _read_events(events, f"the engine {engine.name} sent an invalid event about {model}", progress)
             code = child.wait()
         finally:
             if child.poll() is None:
@@ -137,7 +137,7 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
             last = next((f": {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
             raise EngineError(f"the engine {engine.name} {how} while evaluating {model}{last}")
     if result is None:
-        raise EngineError(f"the engine {engine.name} ended without a word while evaluating {model}")
+        raise EngineError(f"the engine {engine.name} ended without a result while evaluating {model}")
     return result
 
 
@@ -166,7 +166,7 @@ def _read_events(events: Iterable[str], what: str, progress: Progress) -> ChildR
                     error = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
                     raise error(str(content["message"]))
                 case _:
-                    raise ValueError(f"an event of the kind {shown(kind)}")
+                    raise ValueError(f"an event of unknown kind {shown(kind)}")
         if kind == "step":
             progress.forward(step)
     return None if loaded is None else ChildResult(loaded, tuple(measurements), tasks)

@@ -1,10 +1,10 @@
 """Perplexity protocols: how a text is cut into token windows, and which positions count.
 
-llama.cpp: windows of n_ctx (512) without overlap; token 0 of each is replaced by BOS where the vocabulary adds one;
-only targets in the second half count (n_ctx - n_ctx/2 - 1 of them); the rest of the text is dropped.
+llama.cpp: windows of n_ctx (512) without overlap; BOS replaces token 0 of each window if the vocabulary adds BOS; only
+targets in the second half count (n_ctx - n_ctx/2 - 1 per window); the rest of the text is dropped.
 papers (GPTQ, AWQ): rows joined with a blank line; windows of 2048 without overlap; every target counts.
-lm-eval: the harness's task wikitext: pages one by one, as `data/texts.py` cuts and cleans them; windows as long as the
-model's context that do not overlap, with BOS (or EOS) before the first; every token counts once.
+lm-eval: the harness's task wikitext: pages one by one, cut and cleaned by `data/texts.py`; windows as long as the
+model's context without overlap, with BOS (or EOS) before the first; every token counts once.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _papers(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[
 def _refuse_conversations(protocol: str, text: Text) -> None:
     if text.parts:
         raise TextError(
-            f"the text {text.name} holds conversations, and the protocol {protocol} changes the lines that a chat "
-            "template writes. Take the protocol llama.cpp, with --n-ctx for longer windows."
+            f"the text {text.name} is made of conversations, and the protocol {protocol} would change the chat "
+            "template's lines. Use --protocol llama.cpp, with --n-ctx for longer windows."
         )
 
 
@@ -74,14 +74,14 @@ def _lm_eval(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple
     _refuse_conversations("lm-eval", text)
     start = first_token(tokenizer)
     if start is None:
-        raise TextError("the protocol lm-eval begins a page with BOS or EOS, and the tokenizer has neither")
+        raise TextError("the protocol lm-eval begins each page with BOS or EOS, but the tokenizer has neither")
     windows, sizes = [], []
     for number, page in enumerate(pages(text.content)[:limit]):
         sizes.append((count_words(page), len(page.encode())))
         ids = encode(tokenizer, clean(page))
         whole = np.concatenate([[start], ids])
         for at in range(0, len(ids), n_ctx):
-            # The last window reaches back until it is full, and scores only new tokens.
+            # The last window overlaps the one before, and scores only new tokens.
             stop = min(at + n_ctx, len(ids))
             begin = max(0, stop - n_ctx)
             part = whole[begin:stop]
@@ -118,8 +118,8 @@ def cut(
 ) -> Cut:
     """Tokenize `text` and cut it into windows; `limit` counts windows, for lm-eval pages.
 
-    Without `n_ctx` and a protocol's own length, windows are as long as the context in `config` (config.json). Raises
-    TextError for a text that is too short, SourceError and UnsupportedError for a token or position without embedding.
+    If neither `n_ctx` nor the protocol sets a length, windows are as long as the context in `config`. Raises
+    TextError for a text that is too short, SourceError or UnsupportedError for a token or position without embedding.
     """
     protocol = find_protocol(name)
     n_ctx = n_ctx or protocol.n_ctx or context_of(config or {})

@@ -32,8 +32,8 @@ from quantkit.system.processor import usable_cores
 from quantkit.system.progress import Progress
 from quantkit.system.untrusted import path_of, reraise_as
 
-MOST_FILES = 50_000  # below the folder of further tasks; lm-eval brings some 15,000
-MAX_NEW_TOKENS = 256  # of an answer, if a task names no number
+MOST_FILES = 50_000  # in the folder of further tasks; lm-eval itself has some 15,000
+MAX_NEW_TOKENS = 256  # per answer, if a task sets no number
 
 
 def evaluate_tasks(
@@ -46,7 +46,7 @@ def evaluate_tasks(
 ) -> TaskReport:
     """Run tasks of lm-evaluation-harness on an artifact or a source model, in a process of its own.
 
-    `settings` are fields of TaskSpec: `include`, a folder with further task definitions, whose functions are run;
+    `settings` are fields of TaskSpec: `include`, a folder with further task definitions, whose code is run;
     `limit`, samples of each task; `n_ctx`, the longest text in tokens (default: the model's context); `num_fewshot`,
     `chat_template`. Raises a QuantkitError.
     """
@@ -54,23 +54,23 @@ def evaluate_tasks(
         settings["include"] = str(path_of(include, RecipeError).absolute())
     spec = spec_of(TaskSpec, settings, "tasks", tasks=tuple(tasks))
     if not spec.tasks:
-        raise RecipeError("no task is asked for. Give some with --tasks, such as wikitext.")
+        raise RecipeError("no task is given. Give some with --tasks, such as wikitext.")
     if spec.include is not None:
         if not Path(spec.include).is_dir():
             raise RecipeError(f"the folder {include} of further tasks does not exist")
         if any(total > MOST_FILES for total in accumulate(len(files) for _, _, files in os.walk(spec.include))):
             raise RecipeError(
-                f"the folder {include} of further tasks holds more than {MOST_FILES:,} files, and lm-eval reads them "
-                "all. Give the folder that holds only the tasks."
+                f"the folder {include} of further tasks has more than {MOST_FILES:,} files, and lm-eval reads "
+                "all of them. Give a folder with task definitions only."
             )
     opened = open_model(model)
     chosen = choose(opened, engine)
     if inspect_interpreter(chosen.python, ("lm_eval",))[0]:
         raise missing_package("lm-eval", "tasks", ImportError(f"{chosen.python} has none"))
     if spec.n_ctx is not None:
-        note_beyond_context(opened.config, spec.n_ctx, "texts")  # refuses
+        note_beyond_context(opened.config, spec.n_ctx, "texts")  # refuses a too long context
     if opened.artifact is not None:
-        from quantkit.contracts.check_manifest import refuse_untrue  # not in the child process
+        from quantkit.contracts.check_manifest import refuse_untrue  # imported here, not in the child process
 
         refuse_untrue(opened.artifact)
     load = LoadRequest(model=opened.ref, engine=chosen, threads=usable_cores())
@@ -201,7 +201,7 @@ def _continuations(
         whole = np.asarray([*context, *continuation][-(max_length + 1) :], dtype=np.int64)
         first = max(len(whole) - 1 - len(continuation), 0)
         windows.append(Window(whole[:-1], first, whole[first + 1 :]))
-    # Neighbours of one length are computed together; the longest first, so that a lack of memory shows at once.
+    # Equal lengths are computed together; the longest come first, so that a lack of memory shows at once.
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
     scores: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
     pieces = loaded.pieces([windows[i] for i in order])
@@ -217,14 +217,14 @@ def _continuations(
 
 
 def _answer(loaded: LoadedModel, tokenizer: Any, ids: list[int], settings: dict[str, Any], max_length: int) -> str:
-    """Return the greedy continuation of `ids` up to the first of the texts in ``until``, or EOS."""
+    """Return the greedy continuation of `ids` up to EOS or the first text of ``until``."""
     if settings.get("do_sample") and float(settings.get("temperature") or 0) > 0:
-        raise UnsupportedError("this task samples its answers, and engines here generate greedily")
+        raise UnsupportedError("this task samples its answers, but quantkit's engines only generate greedily")
     until = settings.get("until") or []
     stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
     limit = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or MAX_NEW_TOKENS)
     if limit >= max_length:
-        raise UnsupportedError(f"this task generates {limit} tokens, and the context has {max_length}")
+        raise UnsupportedError(f"this task generates {limit} tokens, but the context has only {max_length}")
     made: list[int] = []
     text = ""
     for token in loaded.stream(ids[-(max_length - limit) :], limit):

@@ -1,7 +1,7 @@
 """The child process that loads one model in one engine and measures it.
 
-Each model has its own process: the memory is the model's alone, thread pools have the right size, and a crash of the
-engine takes nothing else down. process.py starts or forks it as `python -P -m quantkit.evaluation.worker REQUEST.json
+Each model has its own process: memory is measured for the model alone, thread pools have the right size, and an
+engine's crash ends only this process. process.py runs `python -P -m quantkit.evaluation.worker REQUEST.json
 FD`; events go to the file descriptor FD, one JSON object a line.
 """
 
@@ -36,14 +36,14 @@ Send = Callable[[dict[str, Any]], None]
 
 
 def serve(request: Request, send: Send) -> None:
-    """Load the model, do what is asked, and send every event: a kind and its content."""
+    """Load the model, run the request, and send each event as a kind and its content."""
     if isinstance(request, MeasureRequest):
         _measure(request, send)
     elif isinstance(request, BaselineRequest):
         source, cut = open_source(request.load.model), _read_cut(request.windows)
         loaded, progress = _load(request.load, Model(None, source), longest_in(cut.windows), send)
         if not isinstance(loaded, StatesModel):
-            raise EngineError(f"the engine {request.load.engine.name} gives no hidden states to make a baseline of")
+            raise EngineError(f"the engine {request.load.engine.name} returns no hidden states for a baseline")
         with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
             baseline.make(baseline.BaselineFiles(request.key), source, loaded, cut, advance)
     else:
@@ -84,7 +84,7 @@ def _measure(request: MeasureRequest, send: Send) -> None:
 
 
 def _open(ref: ModelRef) -> Model:
-    # A model with adapters is a source, also where its folder is an artifact's.
+    # A model with adapters is a source, even if its folder is an artifact's.
     return Model(None, open_source(ref)) if ref.adapters else open_model(ref)
 
 
@@ -98,7 +98,7 @@ def _read_cut(path: str) -> Cut:
 
 
 def _load(request: LoadRequest, model: Model, n_ctx: int, send: Send) -> tuple[LoadedModel, Progress]:
-    """Load the model for contexts of `n_ctx` tokens; its progress and that of all work on it is sent."""
+    """Load the model for contexts of `n_ctx` tokens; its progress is sent."""
     progress = Progress(lambda step: send({"step": asdict(step)}))
     chosen, engine = request.engine, find_engine(request.engine.name)
     device = engine.find_device(chosen.device)
@@ -109,7 +109,7 @@ def _load(request: LoadRequest, model: Model, n_ctx: int, send: Send) -> tuple[L
 
 
 def main() -> None:
-    """Entry of the child process."""
+    """Run the child process."""
     end_with_parent()
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as events:
 
@@ -125,7 +125,7 @@ def main() -> None:
             code = 1
         except KeyboardInterrupt:
             code = 130
-    # Everything is reported. An ordinary exit would end the engines' threads, and some of them abort then.
+    # All results are sent. A normal exit would end the engines' threads, and some engines abort then.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""What stored tensors mean: one folder a format; each holds a record named FORMAT."""
+"""Formats of stored tensors: one module or folder per format, each with a record named FORMAT."""

@@ -13,7 +13,7 @@ import torch
 from quantkit.errors import UnsupportedError
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-SLAB_CODES = 1 << 18  # that are widened together, so that they stay in the processor's cache
+SLAB_CODES = 1 << 18  # unpacked at a time, so that they stay in the processor's cache
 
 
 def codes_per_unit(bits: int) -> int:
@@ -40,7 +40,7 @@ def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """(K * bits / 32, N) int32 words -> (K, N) uint8 codes; the inverse of `pack_rows`."""
+    """Unpack (K * bits / 32, N) int32 words to (K, N) uint8 codes; the inverse of `pack_rows`."""
     unit = codes_per_unit(bits)
     per, columns = unit * bits // 32, words.shape[1]
     unpacked = torch.empty(len(words) // per, unit, columns, dtype=torch.uint8)
@@ -49,7 +49,7 @@ def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
         near = part.contiguous()
         for i in range(unit):
             word, shift = divmod(i * bits, 32)
-            # Shifted to the right, a word with its highest bit set gets more of them from the left.
+            # A right shift of a negative word fills with ones from the left.
             value = (near[:, word] >> shift).bitwise_and_((1 << min(bits, 32 - shift)) - 1)
             if shift + bits > 32:
                 value |= (near[:, word + 1] << (32 - shift)).bitwise_and_((1 << bits) - 1)
@@ -58,36 +58,36 @@ def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """(R, N) codes -> (R, N * bits / 32) int32 words, packed along N."""
+    """Pack (R, N) codes along N into (R, N * bits / 32) int32 words."""
     return pack_rows(codes.T, bits).T.contiguous()
 
 
 def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack_columns`."""
+    """Invert `pack_columns`."""
     return unpack_rows(words.T, bits).T.contiguous()
 
 
 def words(count: int, bits: int) -> int:
-    """The 32-bit words that hold so many codes."""
+    """Return the number of 32-bit words that hold `count` codes."""
     return -(-count * bits // 32)
 
 
 def pack_string(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """(R, C) codes -> (R, ceil(C * bits / 32)) int32 words: each row one little-endian bit string, zeros at its end."""
+    """Pack (R, C) codes into (R, ceil(C * bits / 32)) int32 words: each row a zero-padded little-endian bit string."""
     columns = codes.shape[1]
     padded = torch.nn.functional.pad(codes, (0, -columns % codes_per_unit(bits)))
     return pack_columns(padded, bits)[:, : words(columns, bits)].contiguous()
 
 
 def unpack_string(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """The inverse of `pack_string`: (R, columns) uint8."""
+    """Invert `pack_string`: return (R, columns) uint8."""
     unit = codes_per_unit(bits) * bits // 32
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % unit))
     return unpack_columns(padded, bits)[:, :columns].contiguous()
 
 
 def pack_awq(codes: torch.Tensor) -> torch.Tensor:
-    """(R, N) 4-bit codes -> (R, N / 8) int32 words in AWQ's GEMM order."""
+    """Pack (R, N) 4-bit codes into (R, N / 8) int32 words in AWQ's GEMM order."""
     columns = codes.shape[1]
     if columns % 8:
         raise UnsupportedError(f"{columns} output columns are not a multiple of 8, which AWQ's packing needs")
@@ -96,6 +96,6 @@ def pack_awq(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_awq`: (R, N / 8) int32 -> (R, N) uint8."""
+    """Invert `pack_awq`: (R, N / 8) int32 -> (R, N) uint8."""
     inverse = [AWQ_ORDER.index(i) for i in range(8)]
     return unpack_rows(words.T, 4).unflatten(0, (-1, 8))[:, inverse].flatten(0, 1).T.contiguous()

@@ -1,7 +1,7 @@
-"""Grouped integer codes (GPTQ, AWQ, compressed-tensors): a layout is a `GroupedPacking`, one reader serves all.
+"""Grouped integer codes (GPTQ, AWQ, compressed-tensors): each layout is a `GroupedPacking`; one reader serves all.
 
 The output head may be codes, too: rounded to the nearest, with searched scales. Embeddings stay in 16 bits:
-transformers 5.23 loads no packed ones, and vLLM 0.32 only packed ones.
+transformers 5.23 cannot load packed embeddings, and vLLM 0.32 loads only packed ones.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import shown, whole_number
 
-MOST_COLUMNS = 1 << 24  # of a group
-UNIT = 32  # rows and columns of what each processor of vLLM holds
+MOST_COLUMNS = 1 << 24  # columns of a group
+UNIT = 32  # vLLM needs multiples of this many rows and columns on each device
 PARALLEL_SIZES = (2, 4, 8)
 GROUP_SIZES = (128, 64, 32)
-# Layers whose columns engines share out among processors (tensor parallel); of all others they share out the rows.
+# Tensor parallel engines split the columns of these layers, and the rows of all others.
 SPLIT_COLUMNS = ("o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
-LARGEST_SCALE = torch.finfo(torch.float16).max  # where numerics/grid.py cuts scales off
-OTHERS = ""  # stands for all layers without a name of their own
+LARGEST_SCALE = torch.finfo(torch.float16).max  # numerics/grid.py clips scales here
+OTHERS = ""  # key of all layers that are not named
 IN_REFERENCE = Loading(weights="packed", packed_bits=("2", "3", "4"))  # codes that torch's int4 kernel takes
 NEEDS_GPTQMODEL = "transformers loads it with the package gptqmodel, which quantkit does not start"
-HEAD = "lm_head"  # by this name readers look for an output head
-HEAD_UNIT = 64  # rows to which vLLM 0.32 fills up a head, which it cannot where they are codes
+HEAD = "lm_head"  # the name by which readers find an output head
+HEAD_UNIT = 64  # vLLM 0.32 pads a head to a multiple of this many rows; it cannot pad codes
 HEAD_HOLDERS = "compressed-tensors with codes holds one of 4 or 8 bits, gptq one of the layers' bits"
-PIECE = 1 << 22  # values of a head that are rounded at a time
-ROW_UNIT = 32  # of a piece: zero points of so many rows fill whole words
+PIECE = 1 << 22  # values of a head rounded at a time
+ROW_UNIT = 32  # rows of a piece are a multiple of this, so that zero points fill whole words
 
 
 class GroupedPacking(Packing[GroupedWeight]):
-    """A layout of grouped codes. These parts are GPTQ's and AWQ's."""
+    """A layout of grouped codes; the defaults are GPTQ's and AWQ's parts."""
 
     holds = GroupedWeight
     name: str
     codes, scales = "qweight", "scales"
     marks = ("qweight",)
     transposed = True  # codes and scales are (K, N)
-    order: str | None = None  # the part with the group of each column
-    orders_columns = False  # it is written
-    least_zero = 0  # that can be stored
+    order: str | None = None  # name of the part with the group of each column
+    orders_columns = False  # whether that part is written
+    least_zero = 0  # smallest zero point that can be stored
     records_symmetry = True  # config.json says whether codes are symmetric
-    # What config.json says of the folder that is read.
+    # Settings in config.json of the folder that is read.
     _own: bool
     _bits: int
     _groups: tuple[int, ...]
@@ -107,8 +107,8 @@ class GroupedPacking(Packing[GroupedWeight]):
     def pack(self, weight: GroupedWeight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
         if bool((weight.scales.abs() >= LARGEST_SCALE).any()):
             raise ValuesError(
-                f"{what} has values beyond what {weight.bits}-bit codes with float16 scales reach "
-                f"(about {LARGEST_SCALE * (1 << weight.bits - 1):g}). Rescale the checkpoint, or take the method nf4 "
+                f"{what} has values beyond the range of {weight.bits}-bit codes with float16 scales "
+                f"(about {LARGEST_SCALE * (1 << weight.bits - 1):g}). Rescale the checkpoint, or use the method nf4 "
                 "or bits BF16 of gguf."
             )
         return self.pack_codes(weight, layout) | self.pack_scales(weight.scales)
@@ -167,7 +167,7 @@ class GroupedPacking(Packing[GroupedWeight]):
     def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
         """Return this layout with a folder's settings; raise ArtifactError for invalid ones.
 
-        `own`: quantkit wrote it. Other tools store scales in other floats, and leave a plain order of columns out.
+        `own`: quantkit wrote it. Other tools store scales in other floats, and omit a sorted order of columns.
         """
         where = "config.json: quantization_config"
         if quantization is None:
@@ -177,16 +177,16 @@ class GroupedPacking(Packing[GroupedWeight]):
         made._own, settings, where = own, made.settings(quantization), f"{folder}/{where}"
         bits = whole_number(settings, "bits", min(self.bits), max(self.bits), where, ArtifactError)
         if bits not in self.bits:
-            raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
+            raise ArtifactError(f"{where} has no valid number of bits: {shown(bits)}. {AGAIN}")
         group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError)
         if group == 0:
-            raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
+            raise ArtifactError(f"{where}: group_size is 0. {AGAIN}")
         overrides = [] if own else layer_overrides(quantization)
         sizes = [whole_number(other, "group_size", -1, MOST_COLUMNS, where, ArtifactError) for other in overrides]
         first = -1 if group is None else group
         made._bits = bits
         made._groups = (first, *(size for size in dict.fromkeys(sizes) if size not in (None, 0, first)))
-        # Where layers differ, their tensors alone say it.
+        # If layers differ, only their tensors show their bits.
         made._symmetric, made._ordered = (
             settings.get(name) if all(other.get(name, settings.get(name)) == settings.get(name) for other in overrides)
             else None
@@ -240,7 +240,7 @@ class GroupedPacking(Packing[GroupedWeight]):
             parts = layer.read(part for part in self.parts if part != self.codes)
             scales, half = parts[self.scales], parts[self.scales].to(torch.float16)
             if not half.to(scales.dtype).equal(scales) or bool((half == 0).any()):
-                what = "has scales that are 0 or no float16 numbers"
+                what = "has scales that are 0 or not finite in float16"
                 raise ArtifactError(f"{layer.folder}: the layer {layer.name} {what}")
             zeros = self.unpack_zeros(parts, bits, rows, groups)
             symmetric = symmetric and bool((zeros == 1 << (bits - 1)).all())
@@ -251,14 +251,14 @@ class GroupedPacking(Packing[GroupedWeight]):
 
     def refuse_parts(self, layer: StoredLayer) -> None:
         folder, shapes, bits = layer.folder, {part: layer.shape(part) for part in layer.parts}, self.bits_of(layer)
-        told = f"{folder}: the parts of {layer.name} have the shapes {shapes}"
+        found = f"{folder}: the parts of {layer.name} have the shapes {shapes}"
         if self.scales not in shapes or any(0 in shape for shape in shapes.values()):
-            raise ArtifactError(f"{told}. {AGAIN}")
+            raise ArtifactError(f"{found}. {AGAIN}")
         rows, columns, groups = self.size(layer, bits)
         _, _, symmetric, ordered = self.key
         want = self.stored(rows, columns, groups, Layout(bits, -1, symmetric, ordered))
         if not self._own and self.orders_columns and (not ordered or groups == 1):
-            # An order that is plain need not be there.
+            # A sorted order may be missing.
             want = {part: kind for part, kind in want.items() if part in shapes or part != self.order}
         if missing := sorted(want.keys() - shapes.keys()):
             raise ArtifactError(f"{folder} lacks the tensor {layer.stem + missing[0]}. {AGAIN}")
@@ -271,7 +271,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         sizes = [columns if size == -1 else size for size in self._groups]
         if shapes != {part: shape for part, (_, shape) in want.items()} or columns not in [groups * n for n in sizes]:
             known = " or ".join(map(str, sizes))
-            raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
+            raise ArtifactError(f"{found}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
 
     def value(self, layer: StoredLayer, weight: GroupedWeight) -> GroupedWeight:
         """Refuse scales, zero points and orders of columns that engines do not expect."""
@@ -280,11 +280,11 @@ class GroupedPacking(Packing[GroupedWeight]):
         if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
             wrong = "has scales that are 0 or not finite"
         elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
-            wrong = f"has columns of other groups than its {groups}"
+            wrong = f"has columns outside its {groups} groups"
         elif self._symmetric is True and not bool((weight.zeros == 1 << (weight.bits - 1)).all()):
-            wrong = "is not symmetric, and config.json says it is"
+            wrong = "is not symmetric, but config.json says it is"
         elif self._ordered is False and not weight.g_idx.equal(plain):
-            wrong = "has groups of columns that do not lie side by side, and config.json says they do"
+            wrong = "has groups of columns that are not contiguous, but config.json says they are"
         if wrong is not None:
             raise ArtifactError(f"{layer.folder}: the layer {layer.name} {wrong}. {AGAIN}")
         return weight
@@ -298,30 +298,30 @@ def open_grouped(
 
 
 def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
-    """List what a layout holds, as engines tell it apart."""
+    """List the kinds of a layout that engines distinguish."""
     found = []
     for bits in packing.bits:
         for symmetric in (True, False) if packing.records_symmetry else (False,):
             for ordered in (False, True) if packing.orders_columns else (False,):
                 words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
                 layout = Layout(bits, 128, symmetric, ordered)
-                only = {"vllm": "GPUs"} if bits == 8 else {}  # its CPU build has no kernel
+                only = {"vllm": "GPUs"} if bits == 8 else {}  # vLLM's CPU build has no kernel for 8 bits
                 found.append(Kind(str(bits), words, packing.quantization(layout, Untouched()), only))
     return tuple(found)
 
 
 def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
-    """List the mixes of bits by layer: one that engines can multiply with, and others."""
+    """List the mixes of bits by layer: one that engines support, and all others."""
     found = []
     for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
         layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
-        only = {"vllm": "GPUs"}  # its CPU build has a kernel for 4 bits alone
+        only = {"vllm": "GPUs"}  # vLLM's CPU build has a kernel only for 4 bits
         found.append(Kind("auto", f"symmetric, {words}", packing.quantization(layout, Untouched()), only))
     return tuple(found)
 
 
 def usage(packages: str, vllm: str = "vLLM") -> str:
-    """Say for the model card how vLLM and transformers load a folder."""
+    """Return the model card's text on how vLLM and transformers load a folder."""
     return (
         f"\n{vllm}:\n\n```bash\nvllm serve FOLDER\n```\n\n"
         f"transformers, with `pip install {packages}`:\n\n{{transformers}}\n"
@@ -351,11 +351,11 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
     if unheld := [bits for bits in layout.every_bits if bits not in packing.bits]:
         known = ", ".join(map(str, packing.bits))
         raise RecipeError(
-            f"the format {packing.name} holds codes of {known} bits, not of {', '.join(map(str, unheld))}. Give other "
+            f"the format {packing.name} holds codes of {known} bits, not {', '.join(map(str, unheld))}. Give other "
             "--bits, or another --format, such as compressed-tensors"
         )
     if layout.column_order and not packing.orders_columns:
-        raise RecipeError(f"the format {packing.name} cannot say which columns form a group: leave desc_act out")
+        raise RecipeError(f"the format {packing.name} cannot store an order of columns: leave desc_act out")
     refuse_shapes(source, skeleton)
     linears = linears_to_quantize(source, skeleton)
     refuse_stacked(source, skeleton)
@@ -415,14 +415,14 @@ def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: S
     layer = model.get_output_embeddings()
     if layer.weight is model.get_input_embeddings().weight:
         raise UnsupportedError(
-            f"head_bits: the output head of {source.model} is tied to its embedding, which no reader of {holder} finds "
-            "quantized. The method gguf quantizes both, with its token_embedding_type"
+            f"head_bits: the output head of {source.model} is tied to its embedding, which no reader of {holder} loads "
+            "quantized. Use the method gguf, whose token_embedding_type sets both"
         )
     name = weight_name(model, layer)
     if type(layer).__name__ != "Linear" or name != f"{HEAD}.weight":
         raise UnsupportedError(
-            f"head_bits: the output head of {source.architecture!r} is {name}, a {type(layer).__name__}, and where "
-            f"{holder} is read it is sought as the Linear {HEAD}.weight"
+            f"head_bits: the output head of {source.architecture!r} is {name}, a {type(layer).__name__}, but readers "
+            f"of {holder} need the Linear {HEAD}.weight"
         )
 
 
@@ -434,10 +434,11 @@ def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, lay
         raise UnsupportedError(f"head_bits: {reason}")
     each = bits + (16 if layout.symmetric else 16 + bits) / group
     share = rows * columns / source.parameters
-    notes = [f"the output head has {each:.2f} bits per weight, rounded to the nearest, and {share:.1%} of all weights"]
+    notes = [f"the output head has {each:.2f} bits per weight, rounded to nearest, and {share:.1%} of all weights"]
     if rows % HEAD_UNIT:
         notes.append(
-            f"vLLM would refuse this artifact: its output head has codes for {rows} tokens, no multiple of {HEAD_UNIT}"
+            f"vLLM would refuse this artifact: its output head has codes for {rows} tokens, which is not a multiple of "
+            f"{HEAD_UNIT}"
         )
     return notes
 
@@ -490,9 +491,9 @@ def recorded_options(packing: GroupedPacking, artifact: Artifact) -> Mapping[str
     names = StoredTensors(artifact.folder, manifest.weight_files).names()
     layers = (name.removesuffix(ending) for name in names if name.endswith(ending))
     every = {layer: bits.get(layer, base) for layer in layers if layer != HEAD}
-    # A recipe may have asked for the bits of any of them, or for a choice.
+    # The recipe may name the bits of any layer, or auto.
     said: dict[str, tuple[object, ...]] = {"bits": (*sorted(set(map(str, every.values())) or {str(base)}), "auto")}
     named = manifest.options.get("layer_bits")
-    if isinstance(named, dict) and named.keys() <= every.keys():  # others are patterns
+    if isinstance(named, dict) and named.keys() <= every.keys():  # otherwise the keys are patterns
         said["layer_bits"] = ({name: every[name] for name in named},)
     return said | {name: (stored[name],) for name in ("group_size", "sym", "desc_act") if name in stored}

@@ -30,9 +30,9 @@ from quantkit.numerics.normal_float import NormalFloatWeight
 from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 
 AGAIN = "Convert again with --force."
-PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
+PIECE = 1 << 22  # values of a tensor outside the blocks in memory at a time
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-SCALE_TYPES = {"float16", "bfloat16", "float32"}  # of other tools
+SCALE_TYPES = {"float16", "bfloat16", "float32"}  # types of other tools' scales
 Parts = Mapping[str, torch.Tensor]
 Weight = TypeVar("Weight", GroupedWeight, ScaledWeight, NormalFloatWeight)
 
@@ -57,14 +57,14 @@ class StoredLayer:
         return self.stored.shape(self.stem + part)
 
     def matrix(self, part: str) -> tuple[int, int]:
-        """The shape of a part of two dimensions; raises ArtifactError for another."""
+        """Return the shape of a part; raises ArtifactError unless it has two dimensions."""
         shape = self.shape(part)
         if len(shape) != 2:
             raise ArtifactError(f"the tensor {self.stem + part} has the shape {shape}, not two dimensions. {AGAIN}")
         return shape[0], shape[1]
 
     def read(self, parts: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The given parts, without those that the layer lacks."""
+        """Return those of the given parts that the layer has."""
         return {part: self.stored.read(self.stem + part) for part in parts if part in self.parts}
 
 
@@ -73,25 +73,25 @@ class Packing(ABC, Generic[Weight]):
 
     holds: type[Weight]
     codes: str  # the part with the codes
-    marks: tuple[str, ...]  # the parts of every quantized layer
-    parts: tuple[str, ...]  # all that a layer can have
+    marks: tuple[str, ...]  # parts that every quantized layer has
+    parts: tuple[str, ...]  # all parts that a layer may have
     bits: tuple[int, ...]
     loose: tuple[str, ...] = ()  # parts that may exist without a layer
-    keeps_stacks: bool = False  # experts that the source keeps stacked stay so
+    keeps_stacks: bool = False  # experts that the source stores stacked stay stacked
     dtype: torch.dtype = torch.float16  # of all other tensors
     code_type = "int32"
 
     @abstractmethod
     def pack(self, weight: Weight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
-        """The parts of a layer; `what` names it in errors."""
+        """Return the parts of a layer; `what` names it in errors."""
 
     @abstractmethod
     def unpack(self, parts: Parts, bits: int) -> Weight:
-        """The inverse of `pack`."""
+        """Invert `pack`."""
 
     @abstractmethod
     def shape(self, layer: StoredLayer) -> tuple[int, int]:
-        """The shape (N, K) of a layer's values, without reading them."""
+        """Return the shape (N, K) of a layer's values, without reading them."""
 
     @abstractmethod
     def called(self, layers: Iterable[StoredLayer]) -> str:
@@ -99,7 +99,7 @@ class Packing(ABC, Generic[Weight]):
 
     @abstractmethod
     def value(self, layer: StoredLayer, weight: Weight) -> Stored:
-        """Return what readers get of a layer; raise ArtifactError for values that engines cannot take."""
+        """Return a layer's values for readers; raise ArtifactError for values that engines reject."""
 
     def refuse_parts(self, layer: StoredLayer) -> None:
         """Raise ArtifactError if types or shapes of a layer's parts do not fit each other or config.json."""
@@ -124,7 +124,7 @@ class Packing(ABC, Generic[Weight]):
 
 
 def _stems(packing: Packing[Any], stored: Collection[str]) -> set[str]:
-    """Return the layers' names, each with a dot behind it."""
+    """Return the layers' names, each with a trailing dot."""
     first, *others = packing.marks
     stems = (name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
     return {stem for stem in stems if all(stem + mark in stored for mark in others)}
@@ -163,7 +163,7 @@ class FolderReader(ABC):
 class LayerReader(FolderReader):
     """Layers under their weight's name, the rest as stored; raises ArtifactError.
 
-    Of several `packings` (groups of layers) the one reads a layer that fits types and shapes of its parts.
+    A layer is read by the one of `packings` that fits types and shapes of its parts.
     """
 
     def __init__(self, folder: Path, files: tuple[str, ...], packings: Sequence[Packing[Any]]) -> None:
@@ -212,7 +212,7 @@ class LayerReader(FolderReader):
             if part != packing.codes:
                 raise ArtifactError(f"{self.folder} has {name} without its {packing.codes}. {AGAIN}")
             if (dtype := self.stored.dtype(name)) not in FLOATS:
-                what = f"the codes {name} of {dtype} without their scales, or config.json has no such group"
+                what = f"the codes {name} of {dtype} have no scales, or config.json has no such group"
                 raise ArtifactError(f"{self.folder} has {what}. {AGAIN}")
 
     def names(self) -> list[str]:
@@ -251,7 +251,7 @@ class LayerReader(FolderReader):
 
 def several_kinds(folder: Path, quantization: str) -> UnsupportedError:
     """Return the error for a folder whose layers no single layout holds."""
-    return UnsupportedError(f"{folder} has layers of several kinds ({quantization}), and keep writes one kind only")
+    return UnsupportedError(f"{folder} has layers of several kinds ({quantization}), but keep writes only one kind")
 
 
 class RowsReader(FolderReader):
@@ -280,7 +280,7 @@ class RowsReader(FolderReader):
 
 
 class LayerWriter(TensorWriter, Generic[Weight]):
-    """Takes layers and dense tensors of the blocks; the rest comes from the source at the end."""
+    """Writes layers and dense tensors of the blocks; adds the rest from the source at the end."""
 
     def __init__(self, checkpoint: Spool, source: Source, run: Run, packing: Packing[Weight], layout: Layout) -> None:
         super().__init__(checkpoint, source, run)
@@ -348,8 +348,8 @@ def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
     """Raise UnsupportedError if weights stay stacked."""
     if stacked := stacks(skeleton):
         raise UnsupportedError(
-            f"the architecture {source.architecture!r} keeps weights stacked ({stacked[0]}) in a way that is not "
-            "known, and this layout cannot hold them so"
+            f"the architecture {source.architecture!r} keeps weights stacked ({stacked[0]}) in an unknown way, "
+            "and this layout cannot store stacked weights"
         )
 
 

@@ -1,7 +1,7 @@
-"""How a folder says that its layers are quantized: config.json's `quantization_config`, or a file of another tool.
+"""Read a folder's quantization settings: config.json's `quantization_config`, or a file of another tool.
 
-AutoRound has names of its own for GPTQ's and AWQ's layouts (https://github.com/intel/auto-round,
-auto_round/inference/backend.py): `auto_round:auto_gptq` has "zp+-1", `auto_round` has zero points as they are.
+AutoRound has its own names for GPTQ's and AWQ's layouts (https://github.com/intel/auto-round,
+auto_round/inference/backend.py): `auto_round:auto_gptq` stores zero points minus 1, `auto_round` unchanged ones.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.models.source import Source
 
-KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' former one
-# Files of AutoGPTQ and AutoAWQ, with the method where they name none.
+KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' old name
+# Files of AutoGPTQ and AutoAWQ, with the method to assume if they name none.
 GPTQ_FILE = "quantize_config.json"
 FILES = {GPTQ_FILE: "gptq", "quant_config.json": "awq"}
 VERSION_KEYS = ("checkpoint_format", "format")  # where GPTQModel names the version of GPTQ's layout
 GPTQ, GPTQ_V2 = ({"quant_method": "gptq", "checkpoint_format": name} for name in ("gptq", "gptq_v2"))
 AWQ = {"quant_method": "awq", "version": "gemm"}
-# What AutoRound calls `packing_format`, and `backend` before version 0.5.
+# Values of AutoRound's `packing_format` (`backend` before version 0.5).
 AUTO_ROUND = {
     **dict.fromkeys(("auto", "auto_round:gptq", "auto_round:auto_gptq"), GPTQ),
     **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2"), GPTQ_V2),
@@ -45,7 +45,7 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 
 
 def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """Return where a checkpoint's settings are, and the settings, in the words of their format, if there are any."""
+    """Return where a checkpoint's settings are, and the settings or None."""
     config = read_object(folder / "config.json", ArtifactError)
     for key in KEYS:
         if (found := config.get(key)) is not None:
@@ -81,7 +81,7 @@ def _of_auto_round(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def layer_overrides(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what `dynamic` says of single layers; the tensors show which layers these are."""
+    """Return the settings in `dynamic`; the layers' tensors show which of them apply."""
     dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise ArtifactError(f"dynamic is {shown(dynamic)}, not a mapping of layers to their settings")
@@ -95,7 +95,7 @@ def recognizes(quant_method: str, path: Path) -> bool:
 
 
 def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
-    """Return config.json's dtype; raise ArtifactError if a stored type is another, which loaders would cast."""
+    """Return config.json's dtype; raise ArtifactError for a stored type that differs, which loaders would cast."""
     dtype = read_object(folder / "config.json", ArtifactError, "Convert again.").get("dtype")
     for stored in types:
         if stored != dtype:
@@ -107,10 +107,10 @@ def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
 
 @dataclass(frozen=True)
 class Untouched:
-    """What is not quantized, by the names of files and of transformers."""
+    """Modules that are not quantized, by the names of files and of transformers."""
 
-    linears: tuple[str, ...] = ()  # of the model
-    modules: tuple[str, ...] = ()  # that readers do not skip by themselves: beside the model, or layers that stay
+    linears: tuple[str, ...] = ()  # linear layers of the model
+    modules: tuple[str, ...] = ()  # that readers would not skip themselves: outside the model, or unquantized layers
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class Untouched:
 
 
 def untouched(source: Source, skeleton: Skeleton) -> Untouched:
-    """Return what of the source's model is not quantized."""
+    """Return the modules of the source's model that are not quantized."""
     from torch import nn
 
     quantized = skeleton.linears()

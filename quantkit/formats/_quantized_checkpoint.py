@@ -25,13 +25,13 @@ from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.system.untrusted import shown
 
 AGAIN = re.compile(r"(Convert again( with --force)?|Fetch the checkpoint again)\.")
-FETCH = "Fetch the files again if they are damaged. If not, quantkit does not support them: give the unquantized model."
+FETCH = "Fetch the files again if they are damaged. If not, quantkit does not support them; give the unquantized model."
 
 
 class QuantizedCheckpoint(Checkpoint):
     """A quantized checkpoint. `reader` has the codes of the `quantized` weights; `format` is the format's name."""
 
-    _other_codes: frozenset[str] = frozenset()  # of the tensors outside the text half, those that are quantized
+    _other_codes: frozenset[str] = frozenset()  # quantized tensors outside the text half
 
     def __init__(
         self, kind: Format, folder: Path, model: str, revision: str | None, config: dict[str, Any],
@@ -49,10 +49,10 @@ class QuantizedCheckpoint(Checkpoint):
         self.quantized = frozenset(name for name, shape in shapes.items() if shape is not None)
         if not self.quantized:
             raise SourceError(
-                f"{model}: {said_in} says that layers are quantized ({self.reader.quantization()}), and no tensor is. "
-                f"Take {said_in.rpartition(' ')[2]} out if all are floats."
+                f"{model}: {said_in} says that layers are quantized ({self.reader.quantization()}), but no tensor is. "
+                f"Remove {said_in.rpartition(' ')[2]} if all are floats."
             )
-        # Experts that lie in one tensor are stored as transformers has them.
+        # Experts in one tensor are stored in transformers' layout.
         matrices = {name for name, shape in shapes.items() if shape is not None and len(shape) == 2}
         self._transposed = _transposed(alone) & matrices
         tensors = {
@@ -90,7 +90,7 @@ class QuantizedCheckpoint(Checkpoint):
             return self.reader.layout()
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return bytes of rows. A layer that its reader does not read by rows is in memory until the next one."""
+        """Return bytes of rows. A layer that cannot be read by rows stays in memory until the next one."""
         if name not in self.quantized:
             return super().read_rows(name, start, stop)
         with _errors_of_source():
@@ -120,8 +120,8 @@ def open_folder(folder: Path, model: str, revision: str | None = None, only: str
         return Checkpoint(folder, model, revision, config, tensors)
     if quantization is None:
         raise SourceError(
-            f"{model} has quantized layers ({codes}), and neither config.json nor {' nor '.join(FILES)} says how they "
-            f"are quantized. Put {KEYS[0]} into config.json."
+            f"{model} has quantized layers ({codes}), but neither config.json nor {' nor '.join(FILES)} has their "
+            f"settings. Add {KEYS[0]} to config.json."
         )
     name = quantization.get("quant_method")
     try:
@@ -132,7 +132,7 @@ def open_folder(folder: Path, model: str, revision: str | None = None, only: str
         known = ", ".join(name for name, kind in formats().items() if kind.open_quantized is not None)
         what = shown(quantization if name is None else name)
         raise SourceError(
-            f"{model} is already quantized ({what}), in none of the formats that are read here: {known}. "
+            f"{model} is already quantized ({what}), in a format that quantkit cannot read. It reads: {known}. "
             "Give the unquantized model it was made from."
         )
     return QuantizedCheckpoint(kind, folder, model, revision, config, tensors, said_in)
@@ -147,7 +147,7 @@ def _errors_of_source() -> Iterator[None]:
 
 
 def _transposed(config: dict[str, Any]) -> frozenset[str]:
-    """Return the tensors that transformers stores as (in, out), such as GPT-2's, where codes are (out, in)."""
+    """Return the tensors that transformers stores as (in, out), such as GPT-2's; their codes are (out, in)."""
     from quantkit.models.skeleton import open_skeleton
 
     origins = open_skeleton(config).origins.values()

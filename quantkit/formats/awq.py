@@ -25,7 +25,7 @@ FORMER = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 class _AwqPacking(GroupedPacking):
-    """Words of codes along the rows."""
+    """Packs codes along the rows into words."""
 
     name = "awq"
     bits = (4,)
@@ -49,7 +49,7 @@ class _AwqPacking(GroupedPacking):
         return unpack_awq(parts["qzeros"]).T.contiguous()
 
     def size(self, layer: StoredLayer, _bits: int) -> tuple[int, int, int]:
-        return super().size(layer, 32)  # a row of words is a column
+        return super().size(layer, 32)  # parts are transposed
 
     def refusal(self, name: str, rows: int, _columns: int, _bits: int) -> str | None:
         return f"{name} has {rows} rows; AWQ's packing needs a multiple of 8" if rows % 8 else None
@@ -68,7 +68,7 @@ class _AwqPacking(GroupedPacking):
         return {new: quantization[old] for old, new in FORMER.items() if old in quantization} | dict(quantization)
 
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
-        """Refuse other versions, such as gemv, whose words hold other codes."""
+        """Refuse other versions, such as gemv, which pack codes in another order."""
         versions = [quantization.get(key) or "gemm" for key in ("version", "checkpoint_format", "format")]
         versions += [quantization.get("backend")] * (quantization.get("backend") == "llm-awq")
         if others := [version for version in versions if str(version).lower() != "gemm"]:

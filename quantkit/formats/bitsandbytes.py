@@ -50,23 +50,23 @@ transformers, with `pip install bitsandbytes`:
 
 {transformers}
 """
-# Where a processor has AVX-512 with bfloat16, codes are laid out anew before the first product, or an assertion fails.
+# On a CPU with AVX-512 bfloat16, codes are rearranged before the first product, or an assertion fails.
 ROW_UNIT = 32
-RUN = 64  # columns that share a scale; with a part of one in a row, values are wrong, or a shape error comes
+RUN = 64  # columns per scale; rows with a partial run give wrong values or a shape error
 ONLY_ON_GPUS = (
-    f"bitsandbytes computes it on GPUs only: processors want columns in multiples of {RUN}, and those that have "
-    f"AVX-512 with bfloat16 rows in multiples of {ROW_UNIT}"
+    f"bitsandbytes computes it on GPUs only: CPUs need columns in multiples of {RUN}, and CPUs with "
+    f"AVX-512 bfloat16 also rows in multiples of {ROW_UNIT}"
 )
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """Which weights transformers gives to bitsandbytes, by the skeleton's names."""
+    """The weights that transformers replaces with bitsandbytes layers, by the skeleton's names."""
 
     quantized: tuple[str, ...]
     dense: tuple[str, ...]
-    kept_in: str  # what the first dense one is kept in
-    # Modules that it would replace and that are not quantized. A file that names any also names those that it skips.
+    dense_as: str  # how the first dense one is stored
+    # Modules that it would replace but that are not quantized; a file that names any also names the skipped ones.
     skipped: tuple[str, ...]
 
 
@@ -87,14 +87,14 @@ def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: 
     found = {renamed(kind, name): name for name in names}
     quantized = tuple(name for name in linears if name in found)
     dense = tuple(name for name in linears if name not in found)
-    kept_in = f"in a {classes[dense[0]]}" if dense and dense[0] in classes else "stacked"
+    dense_as = f"in a {classes[dense[0]]}" if dense and dense[0] in classes else "stacked"
     if not quantized:
         raise UnsupportedError(
-            f"transformers gives bitsandbytes no layer of {shown(config.get('model_type'))} (not {dense[0]}, which it "
-            f"keeps {kept_in}), so nothing would be quantized"
+            f"transformers makes no layer of {shown(config.get('model_type'))} a bitsandbytes layer (not {dense[0]}, "
+            f"which it keeps {dense_as}), so nothing would be quantized"
         )
     others = sorted(found[name].removesuffix(".weight") for name in found.keys() - set(linears))
-    return Replaced(quantized, dense, kept_in, (*sorted(usual), *others) if others else ())
+    return Replaced(quantized, dense, dense_as, (*sorted(usual), *others) if others else ())
 
 
 def computed_by_processors(rows: int, columns: int, units: bool = True) -> bool:
@@ -121,13 +121,13 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
         scales = 8 / RUN + 32 / (RUN * 256) if (layout.settings or {}).get("double_quant", True) else 32 / RUN
         bits = (quantized * (4 + scales) + rest * (32 if layout.dtype == "float32" else 16)) / source.parameters
         left = (
-            f"transformers gives bitsandbytes {len(shapes)} of {len(linears)} linear layers of {source.architecture!r} "
-            f"(not {replaced.dense[0]}, which it keeps {replaced.kept_in}), {share:.1%} of their weights: the file has "
-            f"{bits:.2f} bits per weight"
+            f"bitsandbytes quantizes only {len(shapes)} of {len(linears)} linear layers of {source.architecture!r} "
+            f"(not {replaced.dense[0]}, which transformers keeps {replaced.dense_as}), {share:.1%} of their weights: "
+            f"the file has {bits:.2f} bits per weight"
         )
         if share < layout.min_quantized:
-            raise UnsupportedError(f"{left}. Take --min-quantized {math.floor(share * 100) / 100:g} to have it so")
-        notes.append(f"{left}, and what is left has {layout.dtype}")
+            raise UnsupportedError(f"{left}. Give --min-quantized {math.floor(share * 100) / 100:g} to accept that")
+        notes.append(f"{left}, and the other layers are {layout.dtype}")
     if misfits := [name for name, shape in shapes.items() if not computed_by_processors(*shape)]:
         rows, columns = shapes[misfits[0]]
         notes.append(
@@ -142,7 +142,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
 
 
 class _NormalFloatPacking(Packing[NormalFloatWeight]):
-    """Codes of the table `kind`; `config` is the config.json of a folder that is read."""
+    """Packs codes of the table `kind`; `config` is the config.json of a folder that is read."""
 
     holds = NormalFloatWeight
     codes, code_type = "weight", "uint8"
@@ -190,7 +190,7 @@ class _NormalFloatPacking(Packing[NormalFloatWeight]):
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> LayerReader:
     others = tuple(f".weight.{state}" for other, state in STATES.items() if other != kind)
     if name := next((name for name in StoredTensors(folder, files).names() if name.endswith(others)), None):
-        raise ArtifactError(f"{folder} has {name}, and config.json says that codes are {kind}. Convert again.")
+        raise ArtifactError(f"{folder} has {name}, but config.json says that codes are {kind}. Convert again.")
     return LayerReader(folder, files, [_NormalFloatPacking(kind, config=config)])
 
 
@@ -213,8 +213,8 @@ class _Int8Reader(RowsReader):
         shape, found, dtype = self.stored.shape(name), self.stored.shape(scale), self.stored.dtype(scale)
         if len(shape) != 2 or 0 in shape or found != shape[:1] or dtype != "float32":
             raise ArtifactError(
-                f"{self.folder}: {name} has the shape {shape} and {scale} is {dtype} of the shape {found}; it is "
-                f"float32 with one value for each row. {AGAIN}"
+                f"{self.folder}: {name} has the shape {shape}, and {scale} is {dtype} of the shape {found} instead of "
+                f"float32 with one value per row. {AGAIN}"
             )
         if order in self.known and not (
             self.stored.shape(order) in ((), (1,))
@@ -222,7 +222,7 @@ class _Int8Reader(RowsReader):
             and int(self.stored.read(order)) == 0
         ):
             raise ArtifactError(
-                f"{self.folder}: {order} is not 0: the codes of {name} lie in an order for one kind of GPU. Load and "
+                f"{self.folder}: {order} is not 0: the codes of {name} are in a layout for one kind of GPU. Load and "
                 "save it with bitsandbytes 0.45 or newer."
             )
         return shape
@@ -249,8 +249,8 @@ def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]
     if in_4_bits is True and in_8_bits is not True and isinstance(kind, str) and kind in STATES:
         return _open(folder, files, config, kind)
     raise ArtifactError(
-        f"{folder / 'config.json'}: of bitsandbytes load_in_8bit is read, or load_in_4bit with bnb_4bit_quant_type nf4 "
-        f"or fp4; this is {shown(in_8_bits)}, {shown(in_4_bits)} and {shown(kind)}."
+        f"{folder / 'config.json'}: bitsandbytes settings must be load_in_8bit, or load_in_4bit with type nf4 "
+        f"or fp4, not {shown(in_8_bits)}, {shown(in_4_bits)} and {shown(kind)}."
     )
 
 
@@ -269,7 +269,7 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abst
 
 
 def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, ...]:
-    """Return what transformers shall not replace; nothing if it skips it by itself."""
+    """Return the modules that transformers must be told not to replace."""
     if not source.passthrough and source.text_prefixes is None:
         return layout.skipped
     whole, prefixes = untouched(source, skeleton), source.text_prefixes
@@ -278,7 +278,7 @@ def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, .
 
 
 def _refuse_misfits(artifact: Artifact, _dtype: str | None, device: str) -> None:
-    """Raise EngineError for a layer that bitsandbytes does not compute on this processor."""
+    """Raise EngineError for a layer that bitsandbytes cannot compute on this CPU."""
     if device != "cpu":
         return
     reader, units = open_stored(artifact, FORMAT), has_bfloat16_units()
@@ -297,7 +297,7 @@ def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     dense = [name for name in artifact.manifest.tensor_types if name != "nf4"]
     dtype = refuse_other_dtypes(artifact.folder, [*dense, str(stored.get("bnb_4bit_compute_dtype"))])
     if stored.get("bnb_4bit_quant_type") != "nf4" or stored.get("load_in_4bit") is not True:
-        raise ArtifactError(f"{artifact.folder / 'config.json'} does not ask for 4-bit NormalFloat. Convert again.")
+        raise ArtifactError(f"{artifact.folder / 'config.json'} does not set 4-bit NormalFloat. Convert again.")
     double = stored.get("bnb_4bit_use_double_quant")
     return {"bits": ("4",), "compute_dtype": (dtype,), "double_quant": (double,)}
 

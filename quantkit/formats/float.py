@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from quantkit.records.artifact import Artifact
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-PIECE = 1 << 20  # values that are in memory at a time
-LONGEST_NAME = 255  # bytes that file systems take for a name
+PIECE = 1 << 20  # values in memory at a time
+LONGEST_NAME = 255  # bytes of a file name
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MOST_SHARDS = 10_000
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -47,7 +47,7 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 class Checkpoint(Source):
-    """A checkpoint folder as a source; raises SourceError, UnsupportedError for a text half that is not found."""
+    """A checkpoint folder as a source; raises SourceError, or UnsupportedError without a known text half."""
 
     def __init__(
         self, folder: Path, model: str, revision: str | None, config: dict[str, Any], tensors: dict[str, TensorInfo]
@@ -67,7 +67,7 @@ class Checkpoint(Source):
         self.others = {name: info for name, info in tensors.items() if name not in own}
         self.passthrough = {name: name for name in self.others}
         if twice := self.others.keys() & self.tensors.keys():
-            raise SourceError(f"{model} holds the tensor {min(twice)} twice, with a prefix and without one")
+            raise SourceError(f"{model} has the tensor {min(twice)} twice, with and without a prefix")
 
     @property
     def name(self) -> str:
@@ -113,7 +113,7 @@ class Checkpoint(Source):
 
 
 def _with_embedding(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Take a tied matrix that is stored under the output head's name alone for the embedding, as transformers does."""
+    """Use a tied matrix stored only under the output head's name as the embedding, as transformers does."""
     if config.get("tie_word_embeddings") is not True or HEAD not in tensors or EMBEDDING in tensors:
         return tensors
     if not any(name.startswith("model.layers.") for name in tensors):
@@ -126,8 +126,8 @@ def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
     index, single = folder / INDEX, folder / SINGLE
     if (folder / "adapter_config.json").exists():
         raise SourceError(
-            f"{folder} holds an adapter (adapter_config.json), which transformers would add to the weights. "
-            "Put the adapter's files into a folder of their own and give that with --adapter."
+            f"{folder} has an adapter (adapter_config.json), which transformers would add to the weights. "
+            "Move the adapter's files to another folder and give that with --adapter."
         )
     if only is not None:
         part = SHARD.fullmatch(only)
@@ -140,8 +140,8 @@ def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
         shards = _read_index(index)
         if single.is_file() and set(shards) != {single.name}:
             raise SourceError(
-                f"{folder} holds {single.name} and an index of other files ({', '.join(sorted(shards)[:2])}, ...): "
-                "some programs read the one, some the others. Take away what is not the model."
+                f"{folder} has {single.name} and an index of other files ({', '.join(sorted(shards)[:2])}, ...): "
+                "programs differ in which they read. Remove the files that are not the model."
             )
         return shards
     if single.is_file():
@@ -152,19 +152,19 @@ def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
     if pickles:
         raise SourceError(
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded. "
-            "Use a revision with safetensors, or convert the file in a sandbox with safetensors."
+            "Use a revision with safetensors, or convert the file to safetensors in a sandbox."
         )
-    raise SourceError(f"{folder} holds no {SINGLE}. Give a Hugging Face checkpoint folder with safetensors.")
+    raise SourceError(f"{folder} has no {SINGLE}. Give a Hugging Face checkpoint folder with safetensors.")
 
 
 def _of_one_model(folder: Path, names: list[str]) -> list[str]:
-    """Check the weight files of a folder without an index: one file, or numbered ones of which none is missing."""
+    """Check the weight files of a folder without an index: one file, or a complete set of numbered ones."""
     parts = [part for name in names if (part := SHARD.fullmatch(name)) is not None]
     if len(names) == 1 and not parts:
         return names
     if len(parts) < len(names) or len({(part[1], part[3]) for part in parts}) > 1:
         raise SourceError(
-            f"{folder} holds several weight files and no {INDEX}: {', '.join(names[:3])}"
+            f"{folder} has several weight files and no {INDEX}: {', '.join(names[:3])}"
             f"{', ...' if len(names) > 3 else ''}. Give the file that is the model, or the index."
         )
     stem, count = parts[0][1], int(parts[0][3])
@@ -174,7 +174,7 @@ def _of_one_model(folder: Path, names: list[str]) -> list[str]:
             f"{folder} lacks the shard {stem}-{missing[0]:05}-of-{count:05}.safetensors. Fetch the checkpoint again."
         )
     if count != len(parts):
-        raise SourceError(f"{folder} holds {len(parts)} shards that are numbered for {count}. Fetch it again.")
+        raise SourceError(f"{folder} has {len(parts)} shards whose names say {count}. Fetch it again.")
     return names
 
 
@@ -196,11 +196,11 @@ def _read_index(index: Path) -> dict[str, set[str]]:
     if not isinstance(where, dict) or not where:
         raise SourceError(f"{index} is not a valid shard index: its weight_map is {shown(where)}. Fetch it again.")
     if not isinstance(values.get("metadata"), dict):
-        raise SourceError(f'{index} has no metadata, without which transformers cannot load it. Add "metadata": {{}}.')
+        raise SourceError(f'{index} has no metadata, which transformers needs. Add "metadata": {{}}.')
     shards: dict[str, set[str]] = {}
     for tensor, name in where.items():
         if not isinstance(name, str) or Path(name).name != name or "\0" in name or len(name) > LONGEST_NAME:
-            raise SourceError(f"{index} names the shard {shown(name)} outside its folder; refused")
+            raise SourceError(f"{index} names the shard {shown(name)} outside its folder. Fetch it again.")
         shards.setdefault(name, set()).add(tensor)
     for name in sorted(shards):
         if not (index.parent / name).is_file():
@@ -209,7 +209,7 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def open_checkpoint(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
-    """Open the checkpoint of floats in `folder`, which the user calls `model`; raise SourceError."""
+    """Open the checkpoint of floats in `folder`, named `model` in errors; raise SourceError."""
     config, tensors = read_plain(folder, model)
     return Checkpoint(folder, model, revision, config, tensors)
 
@@ -227,29 +227,29 @@ def read_folder(folder: Path, model: str, only: str | None = None) -> tuple[dict
     """Return config.json and the tensors' places of any checkpoint; `only` is the one file that a user named."""
     config_path = folder / "config.json"
     if not config_path.is_file():
-        raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")
+        raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that has it.")
     config = read_object(config_path, SourceError, "Fetch it again.")
     if "model_type" not in config:
         raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
     tensors: dict[str, TensorInfo] = {}
-    # In this order transformers reads all that they hold, and the last tensor of a name counts: the index must agree.
+    # transformers reads the files in this order, and the last tensor of a name wins: the index must agree.
     for shard, promised in _shards(folder, only).items():
         found = read_header(folder / shard)
         if twice := sorted((found.keys() & tensors.keys()) - promised):
             raise SourceError(
-                f"{folder} holds the tensor {twice[0]} twice, in {tensors[twice[0]].file} and in {shard}: transformers "
-                "takes the last one, and no index names it. Take the tensor out of one of them."
+                f"{folder} has the tensor {twice[0]} twice, in {tensors[twice[0]].file} and in {shard}: transformers "
+                "uses the last one, and no index names it. Remove one of the two."
             )
         if missing := sorted(promised - found.keys()):
             other = tensors.get(missing[0])
             how = f"{shard} lacks" if other is None else f"{other.file} holds"
             raise SourceError(
-                f"{folder}/{how} the tensor {missing[0]}, and the index says otherwise. Fetch the index and all shards "
-                "of one revision; where they are, the index is wrong."
+                f"{folder}/{how} the tensor {missing[0]}, but the index says otherwise. Fetch the index and all shards "
+                "of one revision again."
             )
         tensors.update(found)
     if not tensors:
-        raise SourceError(f"{folder} holds no tensors. Fetch the checkpoint again.")
+        raise SourceError(f"{folder} has no tensors. Fetch the checkpoint again.")
     refuse_config(config, len(tensors))
     refuse_side_files(folder)
     if (generation := folder / GENERATION).is_file():

@@ -1,10 +1,10 @@
-"""FP8 checkpoints as DeepSeek publishes them and transformers' `FineGrainedFP8Config` reads them: sources only.
+"""FP8 checkpoints in DeepSeek's layout (transformers' `FineGrainedFP8Config`): sources only.
 
-A tensor NAME of N x K values, or a stack of such, is float8_e4m3fn and has NAME_scale_inv: [ceil(N/n), ceil(K/k)] for
-the blocks n x k of config.json's `weight_block_size`, or one number for each matrix if that is null (NAME_scale in
+A tensor NAME of N x K values, or a stack of them, is float8_e4m3fn and has NAME_scale_inv: [ceil(N/n), ceil(K/k)] for
+the blocks n x k of config.json's `weight_block_size`, or one number per matrix if that is null (NAME_scale in
 AutoFP8's files). A value is code times scale. Scales are float32, bfloat16, float16, or powers of two (float8_e8m0fnu,
-or uint8 if `scale_fmt` is ue8m0). Scales of activations and of the cache are left out; experts of 4 bits are refused.
-The values are those of transformers' integrations/finegrained_fp8.py, which takes no blocks cut off at the edge.
+or uint8 if `scale_fmt` is ue8m0). Scales of activations and of the KV cache are ignored; 4-bit experts are refused.
+Values equal transformers' (integrations/finegrained_fp8.py), which does not support partial blocks at the edge.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.system.untrusted import shown
 
 AGAIN = "Fetch the checkpoint again."
-SCALES = ("_scale_inv", "_scale")  # behind a tensor's name
+SCALES = ("_scale_inv", "_scale")  # suffixes of a tensor's name
 LEFT_OUT = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".kv_scale")
 SCALE_TYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 CODES = "float8_e4m3fn"
-VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()  # of each byte
+VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()  # the value of each byte
 MOST_SIDE = 1 << 24  # rows or columns of a block
 
 
@@ -40,9 +40,9 @@ class _Reader(RowsReader):
         settings, where = quantization_of(folder), f"{folder / 'config.json'}: quantization_config"
         self._block = _block_size(settings, where)
         self._words = "null" if self._block is None else f"{self._block[0]} x {self._block[1]}"
-        self.called = "fp8, " + ("one scale a tensor" if self._block is None else f"blocks of {self._words}")
+        self.called = "fp8, " + ("one scale per tensor" if self._block is None else f"blocks of {self._words}")
         if settings.get("expert_dtype") not in (None, "fp8"):
-            raise ArtifactError(f"{where}: expert_dtype is {shown(settings['expert_dtype'])}, and only fp8 is read")
+            raise ArtifactError(f"{where}: expert_dtype is {shown(settings['expert_dtype'])}; only fp8 is supported")
         self._bytes_are_exponents = settings.get("scale_fmt") == "ue8m0"
         self.shapes = {name: self.stored.shape(name) for name in sorted(self.known) if self.stored.dtype(name) == CODES}
         self._scales = {name: self._scale_of(name) for name in self.shapes}
@@ -51,9 +51,9 @@ class _Reader(RowsReader):
         for name in sorted(self.known):
             dtype = self.stored.dtype(name)
             if name not in self.shapes and name not in scales and dtype.startswith("float8"):
-                raise ArtifactError(f"{folder}: {name} is {dtype}, and codes are {CODES}. {AGAIN}")
+                raise ArtifactError(f"{folder}: {name} is {dtype}, but codes must be {CODES}. {AGAIN}")
             if name.endswith(SCALES[0]) and name not in scales:
-                raise ArtifactError(f"{folder} has {name} without codes of {CODES} that it scales. {AGAIN}")
+                raise ArtifactError(f"{folder} has {name} without its codes of {CODES}. {AGAIN}")
 
     def _scale_of(self, name: str) -> str:
         """Return the name of a tensor's scales, after a check of shapes and types."""
@@ -62,7 +62,7 @@ class _Reader(RowsReader):
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES[0]}, the scales of {name}. {AGAIN}")
         shape, found, dtype = self.shapes[name], self.stored.shape(scale), self.stored.dtype(scale)
         if len(shape) < 2 or 0 in shape:
-            raise ArtifactError(f"{self.folder}: {name} has the shape {shape}, which is no matrix of codes. {AGAIN}")
+            raise ArtifactError(f"{self.folder}: {name} has the shape {shape}, which is not a matrix of codes. {AGAIN}")
         if dtype not in SCALE_TYPES and not (dtype == "uint8" and self._bytes_are_exponents):
             raise ArtifactError(f"{self.folder}: the scales {scale} are {dtype}, not float32. {AGAIN}")
         grid = self._grid(shape)
@@ -74,7 +74,7 @@ class _Reader(RowsReader):
         return scale
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Count the blocks of a tensor; those at the edge may be cut off."""
+        """Count the blocks of a tensor, including partial ones at the edge."""
         rows, columns = (-(-side // block) for side, block in zip(shape[-2:], self._block or shape[-2:], strict=True))
         return (*shape[:-2], rows, columns)
 
@@ -115,7 +115,7 @@ def _block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | No
 
 FORMAT = Format(
     name="fp8",
-    summary="8-bit floats with a scale for each block, as DeepSeek's checkpoints have them; read as a source",
+    summary="8-bit floats with a scale per block, as in DeepSeek's checkpoints; source only",
     reference="https://huggingface.co/docs/transformers/quantization/finegrained_fp8",
     holds=(),
     loading={"reference": Loading(), "transformers": Loading("5.23")},
@@ -123,5 +123,5 @@ FORMAT = Format(
     open=_Reader,
     open_quantized=_Reader,
     kinds=(Kind("8", "E4M3, a source only"),),
-    refusals=lambda _quantization: {"vllm": "it has not been tried with vLLM here"},
+    refusals=lambda _quantization: {"vllm": "it was not tested with vLLM"},
 )

@@ -1,9 +1,9 @@
 """The GPTQ layout, version 1. Loaded by vLLM, exllama and transformers with gptqmodel.
 
-Per linear layer with weight (N, K) and bits b: `qweight` int32 [K*b/32, N]; `qzeros` int32 [G, N*b/32] holding
+Per linear layer with weight (N, K) and bits b: `qweight` int32 [K*b/32, N]; `qzeros` int32 [G, N*b/32] with
 zero - 1 (so a zero of 0 cannot be stored); `scales` float16 [G, N]; `g_idx` int32 [K].
-If layers' bits differ, config.json's `dynamic` has them in GPTQModel's way: by regular expressions of the layers'
-names, of which the first that matches counts.
+If layers' bits differ, config.json's `dynamic` has them as in GPTQModel: by regular expressions of the layers'
+names, the first match counts.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import read_object, shown
 
-VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what zero points are stored less
+VERSIONS = {"gptq": 1, "gptq_v2": 0}  # subtracted from stored zero points
 SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
 HEAD_READERS = "vLLM and GPTQModel find the quantized output head; transformers' own loader of GPTQ does not"
-# What vLLM calls layers that it joins: it matches these names, not those of the parts.
+# vLLM's names of layers that it fuses: it matches these names, not the parts' names.
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class _GptqPacking(GroupedPacking):
-    """Words of codes along the columns; zero points are stored less `shift` (0 in version 2).
+    """Packs codes along the columns into words; `shift` (0 in version 2) is subtracted from stored zero points.
 
-    `bits_by_zeros`: config.json of another tool leaves the bits of some layers to the tensors.
+    `bits_by_zeros`: another tool's config.json lacks the bits of some layers, so their tensors show them.
     """
 
     name = "gptq"
@@ -80,8 +80,8 @@ class _GptqPacking(GroupedPacking):
 
     def unpack_zeros(self, parts: Parts, bits: int, _rows: int, _groups: int) -> torch.Tensor:
         zeros = unpack_columns(parts["qzeros"], bits).to(torch.int16) + self._shift
-        if int(zeros.max()) >= 1 << bits:  # some tools write 0 - 1 as the largest code, and readers differ on it
-            raise ArtifactError(f"qzeros hold zero points of {1 << bits}, which are no codes of {bits} bits. {AGAIN}")
+        if int(zeros.max()) >= 1 << bits:  # some tools write 0 - 1 as the largest code; readers differ
+            raise ArtifactError(f"qzeros have zero points of {1 << bits}, which are not codes of {bits} bits. {AGAIN}")
         return zeros.to(torch.uint8).T.contiguous()
 
     def refusal(self, name: str, rows: int, columns: int, bits: int) -> str | None:
@@ -91,7 +91,7 @@ class _GptqPacking(GroupedPacking):
         return None
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """Write GPTQModel's settings; in `dynamic` a minus excludes the name, a plus gives it other bits."""
+        """Return GPTQModel's settings; in `dynamic`, a minus excludes a name, and a plus gives it other bits."""
         dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in untouched.patterns}
         others = {name: bits for name, bits in layout.layer_bits.items() if bits != layout.bits}
         dynamic |= {_pattern(name): {"bits": bits} for name, bits in (others | _joined(others)).items()}
@@ -114,7 +114,7 @@ class _GptqPacking(GroupedPacking):
     def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
         dynamic = quantization.get("dynamic") or {}
         if not isinstance(dynamic, dict):
-            raise ArtifactError(f"quantization_config: dynamic is {shown(dynamic)}, no mapping. {AGAIN}")
+            raise ArtifactError(f"quantization_config: dynamic is {shown(dynamic)}, not a mapping. {AGAIN}")
         bits: dict[str, int] = {}
         for pattern, value in dynamic.items():
             if pattern.startswith("-:"):
@@ -123,7 +123,7 @@ class _GptqPacking(GroupedPacking):
             own = value.get("bits") if isinstance(value, dict) and len(value) == 1 else None
             if pattern != _pattern(name) or type(own) is not int or own not in self.bits:
                 raise ArtifactError(
-                    f"quantization_config: dynamic has {shown(pattern)}: {shown(value)}, and not a layer's name with "
+                    f"quantization_config: dynamic has {shown(pattern)}: {shown(value)}, not a layer's name with "
                     f"its bits. {AGAIN}"
                 )
             bits[name] = own
@@ -155,7 +155,7 @@ def _pattern(name: str) -> str:
 
 
 def _joined(bits: Mapping[str, int]) -> dict[str, int]:
-    """Return the bits of layers that vLLM joins, by its names for them."""
+    """Return the bits of layers that vLLM fuses, by vLLM's names."""
     found: dict[str, int] = {}
     for name, width in bits.items():
         place, _, leaf = name.rpartition(".")
@@ -195,9 +195,9 @@ def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
     every = {quantization.get("bits"), *(part["bits"] for part in others if isinstance(part, dict) and "bits" in part)}
     reasons = {"transformers": grouped.NEEDS_GPTQMODEL}
     if quantization.get("desc_act") or not quantization.get("sym", True) or not every <= {4, 8}:
-        reasons["vllm"] = "vLLM loads GPTQ files of 4 and 8 bits that are symmetric and have no desc_act"
+        reasons["vllm"] = "vLLM loads only symmetric GPTQ files of 4 and 8 bits without desc_act"
     if every != {4}:
-        reasons["exllama"] = "exllama loads GPTQ files of 4 bits"
+        reasons["exllama"] = "exllama loads only GPTQ files of 4 bits"
     return reasons
 
 

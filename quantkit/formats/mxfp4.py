@@ -1,7 +1,7 @@
-"""MXFP4 checkpoints as gpt-oss is published and transformers' `Mxfp4Config` reads them: sources only.
+"""MXFP4 checkpoints in gpt-oss's layout (transformers' `Mxfp4Config`): sources only.
 
 A stack NAME of E experts' matrices is NAME_blocks uint8 [E, N, K/32, 16], two codes of 4 bits (E2M1) a byte, the first
-one low, and NAME_scales uint8 [E, N, K/32], powers of two (E8M0). It is read as transformers has it: (E, K, N). All
+one low, and NAME_scales uint8 [E, N, K/32], powers of two (E8M0). It is read in transformers' shape (E, K, N). All
 else is dense. Format: OCP Microscaling Formats (MX) Specification 1.0; values: transformers' integrations/mxfp4.py.
 """
 
@@ -24,7 +24,7 @@ from quantkit.numerics.quantized_weight import E2M1_CODES
 
 AGAIN = "Fetch the checkpoint again."
 BLOCKS, SCALES = "_blocks", "_scales"
-RUN_BYTES = 16  # of the codes that share a scale
+RUN_BYTES = 16  # bytes of codes per scale
 SCALE_TYPES = ("uint8", "float8_e8m0fnu")
 E2M1 = np.array(E2M1_CODES, np.float32)
 PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)  # the two values of a byte
@@ -47,7 +47,7 @@ class _Reader(RowsReader):
         if name + SCALES not in self.known:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES}, the scales of {name}{BLOCKS}. {AGAIN}")
         if name in self.known:
-            raise ArtifactError(f"{self.folder} holds {name} twice, as it is and as {name}{BLOCKS}. {AGAIN}")
+            raise ArtifactError(f"{self.folder} has {name} twice, in floats and as {name}{BLOCKS}. {AGAIN}")
         blocks, scales = (self.stored.shape(name + part) for part in (BLOCKS, SCALES))
         kinds = [self.stored.dtype(name + part) for part in (BLOCKS, SCALES)]
         if len(blocks) != 4 or 0 in blocks or blocks != (*scales, RUN_BYTES):
@@ -80,7 +80,7 @@ class _Reader(RowsReader):
 
 FORMAT = Format(
     name="mxfp4",
-    summary="4-bit floats that share a power of two by 32, as gpt-oss has them; read as a source",
+    summary="4-bit floats with a power of two per 32 values, as in gpt-oss; source only",
     reference="https://huggingface.co/docs/transformers/quantization/mxfp4",
     holds=(),
     loading={"reference": Loading(), "transformers": Loading("5.23")},
@@ -88,5 +88,5 @@ FORMAT = Format(
     open=_Reader,
     open_quantized=_Reader,
     kinds=(Kind("4", "E2M1, a source only"),),
-    refusals=lambda _quantization: {"vllm": "it has not been tried with vLLM here"},
+    refusals=lambda _quantization: {"vllm": "it was not tested with vLLM"},
 )

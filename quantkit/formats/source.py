@@ -1,4 +1,4 @@
-"""Opens whatever a user calls a model: ``demo``, a checkpoint folder, a GGUF file, a hub id; and artifacts."""
+"""Open models (``demo``, a checkpoint folder, a GGUF file, a hub id) and artifacts."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def open_source(
 
 
 def _base_of(folder: Path) -> str:
-    """Return the folder of an adapter's base model; raise SourceError if it is not here."""
+    """Return the folder of an adapter's base model; raise SourceError if it is not local."""
     base = base_of(folder)
     if base is not None and (path_of(base, SourceError) / "config.json").is_file():
         return base
-    named = f"its base model, {shown(base)[1:-1]}, is no folder here" if base else "it does not name its base model"
+    named = f"its base model, {shown(base)[1:-1]}, is not a local folder" if base else "it does not name its base model"
     raise SourceError(
         f"{folder} is an adapter, and {named}. Give the base model as MODEL and the adapter with --adapter {folder}."
     )
@@ -59,7 +59,7 @@ def _base_of(folder: Path) -> str:
 def _open_base(model: str, folder: Path, revision: str | None) -> Source:
     if revision is not None and (model == "demo" or folder.exists()):
         what = "a model of its own" if model == "demo" else "a folder" if folder.is_dir() else "a file"
-        raise SourceError(f"--revision is for models of the hub, and {model} is {what}. Leave the revision out.")
+        raise SourceError(f"--revision is for models of the hub, but {model} is {what}. Leave --revision out.")
     if model == "demo":
         from quantkit.data.demo import demo_folder
 
@@ -73,12 +73,12 @@ def _open_base(model: str, folder: Path, revision: str | None) -> Source:
     if folder.is_file() and folder.suffix == ".safetensors":
         return open_folder(folder.parent, model, None, folder.name)
     if folder.is_file():
-        raise SourceError(f"{model} is a file of no kind that is read. Give a checkpoint folder, or {FILES}.")
+        raise SourceError(f"{model} is a file that quantkit cannot read. Give a checkpoint folder, or {FILES}.")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise SourceError(f"the folder {model} does not exist. Give a checkpoint folder, a hub id, or 'demo'.")
     if "@" in model:
         name, _, wanted = model.partition("@")
-        raise SourceError(f"{model} is no name of a model. Give the revision apart: {name} --revision {wanted}")
+        raise SourceError(f"{model} is not the name of a model. Give the revision apart: {name} --revision {wanted}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -86,7 +86,7 @@ def _open_base(model: str, folder: Path, revision: str | None) -> Source:
         got = snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise SourceError(
-            f"{model!r} is no local folder, and the hub did not give it: {reason_of(error)}. "
+            f"{model!r} is not a local folder, and fetching it from the hub failed: {reason_of(error)}. "
             "Give a checkpoint folder, a hub id, or 'demo'."
         ) from None
     return open_folder(Path(got), model, Path(got).name)
@@ -110,8 +110,8 @@ def open_model(model: str | Path | ModelRef | Artifact | Source) -> Model:
         return Model(None, open_source(model))
     if isinstance(model, ModelRef):
         if model.adapters:
-            raise RecipeError(f"adapters are merged into a model, and {model.model} is an artifact. Leave them out.")
+            raise RecipeError(f"adapters need a source model, but {model.model} is an artifact. Leave them out.")
         if model.revision is not None:
-            raise RecipeError(f"--revision is for models of the hub, and {model.model} is an artifact. Leave it out.")
+            raise RecipeError(f"--revision is for models of the hub, but {model.model} is an artifact. Leave it out.")
         model = model.model
     return Model(open_artifact(path_of(model, SourceError)), None)

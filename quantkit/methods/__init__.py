@@ -1,1 +1,1 @@
-"""One file a method; each holds a record named METHOD."""
+"""Quantization methods: one file per method, each with a record named METHOD."""

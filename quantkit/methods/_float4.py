@@ -1,4 +1,4 @@
-"""What `gptq` and `rtn` share where bits are nvfp4 or mxfp4, 4-bit floats: layout, options, one grid a block."""
+"""Layout, options and grids of the 4-bit floats nvfp4 and mxfp4, for `gptq` and `rtn`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ OTHER_KINDS = {
 
 
 def check_float4(job: Job[GroupedOptions]) -> Checked[Layout]:
-    """Refuse what these grids have not, and what the format cannot hold; raises RecipeError, UnsupportedError."""
+    """Refuse options that these grids lack, and layers that the format cannot hold."""
     size, options = FLOAT4_GROUPS[job.bits], job.options
     if options.group_size not in ("auto", size):
-        raise RecipeError(f"{job.bits} has groups of {size} columns, not of {options.group_size}: leave group_size out")
+        raise RecipeError(f"{job.bits} has groups of {size} columns, not {options.group_size}: leave group_size out")
     plain = {"sym": True, "desc_act": False, "static_groups": True, "refine": False}
     fixed: dict[str, bool | None] = {**plain, **dict.fromkeys(BitsByLayer.model_fields)}
     for name, value in fixed.items():
         if getattr(options, name, value) is not value:
-            raise RecipeError(f"{name} = {getattr(options, name)} is not for {job.bits}: leave it out")
+            raise RecipeError(f"{name} = {getattr(options, name)} does not apply to {job.bits}: leave it out")
     checked = job.check_layout(Layout(4, size, values=job.bits, head_bits=options.head_bits))
     return replace(checked, options={"group_size": size})
 
 
 def grid_of(job: Job, names: Iterable[str]) -> Float4:
-    """The grid of the layers of a decoder block, `names` being their weights.
+    """Return the grid of a decoder block's layers; `names` are their weights.
 
-    They have one divisor, because engines compute some of them as one layer, which has one.
+    All have one divisor, because engines fuse some of them into one layer.
     """
     if job.bits != "nvfp4":
         return Float4(job.bits)

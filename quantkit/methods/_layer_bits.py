@@ -1,10 +1,10 @@
-"""Bits by layer, for methods that make grouped codes: given by hand, or chosen for a size or a divergence.
+"""Bits by layer, for methods that make grouped codes: given by the user, or chosen for a size or a divergence.
 
-The layout says what each layer gets (`Layout.bits_of`), and methods read that. Layers that get the same input have the
-same bits, since engines join some of them to one layer: queries, keys and values, gate and up; so have all experts of a
-block. Where bits are chosen, the harm of each width in each layer is estimated from a few calibration sequences
-(calibration/sensitivity.py), rounded to the nearest code of a grid that is searched as GPTQ's is. An integer programme
-shares out the bits (numerics/allocation.py).
+`Layout.bits_of` returns the bits of each layer. Layers with the same input have the same bits, since engines fuse some
+of them into one layer (queries, keys and values; gate and up); so have all experts of a block. To choose bits, the
+harm of each width in each layer is estimated from a few calibration sequences (calibration/sensitivity.py), with codes
+rounded to nearest on a grid that is searched as in GPTQ. An integer programme then allocates the bits
+(numerics/allocation.py).
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ from quantkit.numerics.grid import round_to_nearest
 from quantkit.records.recipe import Strict
 
 WIDTHS = (2, 3, 4, 8)
-KIND = {
-    AUTO: (Content.GROUPED_CODES, "compressed-tensors")
-}  # what methods make with these bits, and its default format
+KIND = {AUTO: (Content.GROUPED_CODES, "compressed-tensors")}  # method that makes these bits, and its default format
 SCALE_BITS = 16
-VERSION = 1  # of what is made of weights; another one makes kept scores worthless
+VERSION = 1  # of the estimate's rounding; a new version invalidates cached scores
 OPTION = "layer_bits"
-TRIED_ROWS = 256  # of a layer in the estimate
+TRIED_ROWS = 256  # rows per layer in the estimate
 
 
 class BitsByLayer(Strict):
-    """The options of methods whose layers may have bits of their own."""
+    """Options of methods that support bits by layer."""
 
     target_bpw: float | None = Field(
         None,
@@ -50,55 +48,55 @@ class BitsByLayer(Strict):
         "blocks, scales and zero points included",
     )
     target_kld: float | None = Field(
-        None, gt=0, description="with bits auto: choose each layer's bits for this estimated divergence in nats a token"
+        None, gt=0, description="with bits auto: choose each layer's bits for this estimated KLD in nats per token"
     )
     target_bits: tuple[int, ...] | None = Field(
         None, description="with bits auto: the bits to choose from, as 4,8; default: 2,3,4,8"
     )
     layer_bits: Annotated[dict[str, int] | None, BeforeValidator(as_table)] = Field(
-        None, description="bits of single layers: PATTERN=BITS,...; a pattern is a regular expression"
+        None, description="bits of some layers: PATTERN=BITS,...; a pattern is a regular expression"
     )
 
 
 class GroupedOptions(BitsByLayer):
-    """The options of all methods that make grouped codes."""
+    """Options of all methods that make grouped codes."""
 
     group_size: int | Literal["auto"] = Field(
         "auto",
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
     head_bits: Literal[4, 8] | None = Field(
-        None, description="bits of an output head that is not tied to the embedding; default: 16"
+        None, description="bits of an output head not tied to the embedding; default: 16"
     )
 
 
 def targeted(options: BitsByLayer) -> bool:
-    """Whether the layers' bits are chosen."""
+    """Return whether the layers' bits are chosen for a target."""
     return options.target_bpw is not None or options.target_kld is not None
 
 
 def base_bits(job: Job[BitsByLayer]) -> int:
-    """The bits that are asked for; where layers' bits are chosen, the most that they may get."""
+    """Return the recipe's bits, or the most bits that a layer may get if they are chosen."""
     return max(job.options.target_bits or WIDTHS) if job.bits == AUTO else int(job.bits)
 
 
 def module_of(name: str) -> str:
-    """The layer whose weight is called `name`, as options and files call it."""
+    """Return the layer's name, without `.weight`."""
     return name.removesuffix(".weight")
 
 
 def check_bits(job: Job[BitsByLayer], layout: Layout) -> Checked[Layout]:
-    """What the format says of a layout whose layers get bits of their own where that is asked for.
+    """Return the format's check of the layout, with bits by layer if the options ask for them.
 
-    Raises RecipeError for options that contradict each other, and for targets that are out of reach.
+    Raises RecipeError for options that contradict each other, and for unreachable targets.
     """
     options = job.options
     target = given_target(job, ("target_bpw", "target_kld"), ("layer_bits",), "bits")
     if options.target_bits is not None and (target is None or not set(options.target_bits) <= set(WIDTHS)):
         known = ", ".join(map(str, WIDTHS))
         raise RecipeError(
-            f"target_bits = {', '.join(map(str, options.target_bits)) or 'none'}: with bits auto and a target they are "
-            f"what is chosen from, some of {known}"
+            f"target_bits = {', '.join(map(str, options.target_bits)) or 'none'}: give one or more of {known}, "
+            f"with bits auto and a target"
         )
     if options.layer_bits:
         bits = _given(job, options.layer_bits)
@@ -113,39 +111,39 @@ def check_bits(job: Job[BitsByLayer], layout: Layout) -> Checked[Layout]:
 
 
 def _given(job: Job, patterns: Mapping[str, int]) -> dict[str, int]:
-    """The bits of every layer by its weight's name, the last pattern that is found in the layer's name counting."""
+    """Return the bits of every layer by its weight's name; the last pattern found in the layer's name wins."""
     if wrong := [f"{pattern}={bits}" for pattern, bits in patterns.items() if bits not in WIDTHS]:
-        raise RecipeError(f"layer_bits: {wrong[0]} gives no bits that layers can have: {', '.join(map(str, WIDTHS))}")
+        raise RecipeError(f"layer_bits: {wrong[0]} gives unknown bits. Layers can have {', '.join(map(str, WIDTHS))}")
     names = list(job.skeleton.linears())
     bits = {} if job.bits == AUTO else dict.fromkeys(names, int(job.bits))
     for pattern, width in patterns.items():
         try:
             found = [name for name in names if pattern == module_of(name) or re.search(pattern, module_of(name))]
         except re.error as error:
-            raise RecipeError(f"layer_bits: the pattern {pattern!r} is no regular expression: {error}.") from None
+            raise RecipeError(f"layer_bits: the pattern {pattern!r} is not a regular expression: {error}.") from None
         if not found:
-            raise RecipeError(f"layer_bits: the pattern {pattern!r} is found in no layer's name, such as {names[0]}.")
+            raise RecipeError(f"layer_bits: the pattern {pattern!r} matches no layer's name, such as {names[0]}.")
         bits |= dict.fromkeys(found, width)
     if bare := [module_of(name) for name in names if name not in bits]:
-        raise RecipeError(f"layer_bits gives {bare[0]} no bits, and neither does bits auto. Give --bits, or a pattern.")
+        raise RecipeError(f"layer_bits has no bits for {bare[0]}. Add a pattern for it, or give --bits.")
     if job.bits != AUTO and int(job.bits) not in bits.values():
-        raise RecipeError(f"layer_bits leaves no layer with {job.bits} bits. Give --bits auto.")
+        raise RecipeError(f"layer_bits covers all layers, so none has {job.bits} bits. Give --bits auto.")
     return bits
 
 
 def _refuse_parted(job: Job, bits: Mapping[str, int]) -> None:
-    """Raise RecipeError where layers that engines join have other bits than each other."""
+    """Raise RecipeError if layers that engines fuse have different bits."""
     for names in layers_of_one_input(job.skeleton, job.source.config):
         first = names[0]
         if other := next((name for name in names if bits[name] != bits[first]), None):
             raise RecipeError(
                 f"layer_bits gives {module_of(first)} {bits[first]} bits and {module_of(other)} {bits[other]}: engines "
-                "join layers that get the same input, and experts. Give them the same bits."
+                "fuse layers with the same input, and experts. Give them the same bits."
             )
 
 
 def with_bits(job: Job, layout: Layout, bits: Mapping[str, int]) -> Layout:
-    """The layout where each layer has these bits, by its weight's name."""
+    """Return the layout with each layer's bits, by its weight's name."""
     weights: Counter[int] = Counter()
     for name, (rows, columns) in job.skeleton.linears().items():
         weights[bits[name]] += rows * columns
@@ -154,14 +152,14 @@ def with_bits(job: Job, layout: Layout, bits: Mapping[str, int]) -> Layout:
 
 
 def size_in_bits(shape: tuple[int, int], bits: int, layout: Layout) -> int:
-    """Bits that codes, scales and zero points of a layer (N, K) take."""
+    """Return the stored bits of a layer (N, K): codes, scales and zero points."""
     rows, columns = shape
     groups = 1 if layout.group_size == -1 else columns // int(layout.group_size)
     return rows * columns * bits + rows * groups * (SCALE_BITS + (0 if layout.symmetric else bits))
 
 
 def _refuse_far(job: Job[BitsByLayer], layout: Layout) -> int:
-    """The bytes by which a target's artifact is smaller than the largest; raises RecipeError for one out of reach."""
+    """Return how many bytes the target is below the largest choice; raises RecipeError if it is out of reach."""
     asked, shapes = job.options.target_bpw, job.skeleton.linears().values()
     if asked is None:
         return 0
@@ -175,23 +173,23 @@ def _refuse_far(job: Job[BitsByLayer], layout: Layout) -> int:
         group = "whole rows" if layout.group_size == -1 else f"groups of {layout.group_size}"
         raise RecipeError(
             f"target_bpw = {asked:g} is out of reach: with bits {', '.join(map(str, layout.choices))} and {group} the "
-            f"linear layers of {job.source.model} take from {least:g} to {most:g} bits per weight, scales included; "
-            "embedding and head are not counted."
+            f"linear layers of {job.source.model} have from {least:g} to {most:g} bits per weight, including scales; "
+            "embedding and head do not count."
         )
     return int((high - asked) * weights / 8)
 
 
 def choose_bits(job: CheckedJob[BitsByLayer, Layout], run: Run) -> Layout:
-    """Return the job's layout with each layer's bits, where they are to be chosen; a note says what was chosen.
+    """Return the job's layout, with each layer's bits chosen if a target is given; a note records the choice.
 
-    Raises RecipeError where the target is out of reach of the estimate.
+    Raises RecipeError if no choice is estimated to reach the target.
     """
     if not targeted(job.options):
         return job.checked.plan
     bits: dict[str, int] = {}
     if job.shards.rank == 0:
-        kept: Any = run.findings.options.get(OPTION)  # what an interrupted run has chosen
-        bits = _searched(job, run) if kept is None else {f"{name}.weight": int(width) for name, width in kept.items()}
+        found: Any = run.findings.options.get(OPTION)  # chosen by an interrupted run
+        bits = _searched(job, run) if found is None else {f"{name}.weight": int(width) for name, width in found.items()}
     bits = job.shards.from_leader(bits)
     run.findings.options[OPTION] = {module_of(name): width for name, width in bits.items()}
     write_recipe(job, run, {OPTION: run.findings.options[OPTION]})
@@ -211,7 +209,7 @@ def _searched(job: CheckedJob[BitsByLayer, Layout], run: Run) -> dict[str, int]:
 
     scores = kept_sensitivities(job, run, dict.fromkeys(shapes, kinds), changed, maker, TRIED_ROWS)
     units = layers_of_one_input(job.skeleton, job.source.config)
-    # Bits of storage and nats a token, by unit of layers that have the same bits and by choice.
+    # Bits of storage and nats per token, by unit of layers with the same bits and by choice.
     sizes = [
         [sum(size_in_bits(shapes[name], bits, layout) for name in unit) for bits in layout.choices] for unit in units
     ]
@@ -226,7 +224,7 @@ def _searched(job: CheckedJob[BitsByLayer, Layout], run: Run) -> dict[str, int]:
         least = sum(min(row) for row in damage)
         raise RecipeError(
             f"target_kld = {job.options.target_kld:g} is out of reach: with bits {', '.join(kinds)} the estimate for "
-            f"{job.source.model} is {least:.4g} nats a token or more. Ask for more."
+            f"{job.source.model} is {least:.4g} nats per token or more. Give a higher target."
         ) from None
     bits = {name: layout.choices[k] for names, k in zip(units, chosen, strict=True) for name in names}
     size = sum(row[k] for row, k in zip(sizes, chosen, strict=True))
@@ -235,7 +233,7 @@ def _searched(job: CheckedJob[BitsByLayer, Layout], run: Run) -> dict[str, int]:
     run.findings.note(
         f"bits chosen by sensitivity: {size / weights:.3f} bits per weight of the linear layers "
         f"({', '.join(f'{counts[width]} layers of {width} bits' for width in sorted(counts))}), estimated divergence "
-        f"{harm:.4f} nats a token before error feedback"
+        f"{harm:.4f} nats per token before error feedback"
     )
     return {name: bits[name] for name in shapes}
 

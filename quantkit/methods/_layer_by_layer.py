@@ -1,4 +1,4 @@
-"""What methods share that take each layer by itself, without looking at what flows through the model."""
+"""Write layers one by one, for methods that use no activations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quantkit.records.recipe import Strict
 def write_layers(
     job: CheckedJob[Strict, Layout], run: Run, what: str, of_block: Callable[[list[str]], Callable[[str], Written]]
 ) -> None:
-    """Write every linear layer that the format quantizes, block by block, after those that an earlier run has finished.
+    """Write every linear layer that the format quantizes, block by block, after those of an interrupted run.
 
-    `of_block` is given the names of a block's weights and says what makes each of them; `what` names the step.
+    `of_block` maps the names of a block's weights to the function that quantizes each; `what` names the step.
     """
     linears = [name for name in job.skeleton.linears() if name not in job.checked.plan.dense]
     with (

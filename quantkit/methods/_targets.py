@@ -1,4 +1,4 @@
-"""What options ask for where bits are `auto`, and the recipe that gives the same choice again without measuring."""
+"""Targets for bits `auto`, and a recipe that repeats the choice without measuring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUTO = "auto"
 
 
 def as_table(value: object) -> object:
-    """``down_proj=8,o_proj=4`` as a mapping of patterns; other values as they are."""
+    """Return ``down_proj=8,o_proj=4`` as a mapping of patterns; other values unchanged."""
     if not isinstance(value, str):
         return value
     pairs = [part.rpartition("=") for part in value.split(",") if part.strip()]
@@ -23,9 +23,9 @@ def as_table(value: object) -> object:
 
 
 def given_target(job: Job, targets: Collection[str], decided: Collection[str], what: str) -> str | None:
-    """The one of the options `targets` that is given, or None. `decided` are options that say `what` by hand.
+    """Return which of the options `targets` is given, or None; `decided` are options that fix `what` themselves.
 
-    Raises RecipeError where options contradict each other, or bits `auto` have nothing to choose `what` by.
+    Raises RecipeError if options contradict each other, or bits `auto` come without a target.
     """
     given = [name for name in targets if getattr(job.options, name) is not None]
     by_hand = [name for name in decided if getattr(job.options, name)]
@@ -42,7 +42,7 @@ def given_target(job: Job, targets: Collection[str], decided: Collection[str], w
 
 
 def write_recipe(job: Job, run: Run, chosen: Mapping[str, object]) -> None:
-    """Put a recipe beside the files that gives what was `chosen` again, by option, without places of this machine."""
+    """Write a recipe next to the files that repeats the choice `chosen` (by option), without paths of this machine."""
     options = {key: value for key, value in job.recipe.options.items() if not key.startswith("target_")}
     calibration = job.recipe.calibration
     text = Path(calibration.text).name if calibration.text is not None else None

@@ -2,7 +2,7 @@
 
 Paper: Lin et al., AWQ, arXiv:2306.00978 (section 3.2; clipping as in its code release).
 Differs from the paper: the output error of a trial is computed exactly from the inputs' Hessian, tr(D H D^T), so
-that no activations are kept; channel sizes are root mean squares; clipping is weighted by the Hessian's diagonal.
+so no activations are stored; channel sizes are root mean squares; clipping is weighted by the Hessian's diagonal.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from quantkit.system.ranks import ALONE, Shards
 
 BITS = 4
 PANEL = 512  # columns of one product of a trial's loss
-COARSE = 4  # exponents from one trial to the next, before those between are tried
-SAMPLED_ROWS = 256  # of the layers that share their scales, spread evenly, in the trials
+COARSE = 4  # step between exponents in the first round of trials
+SAMPLED_ROWS = 256  # rows in a trial, spread evenly over the layers that share scales
 # Of rounding with error feedback, which has more settings than AWQ has options.
 FEEDBACK = FeedbackSettings(damp_percent=0.01, shrinkage=0.5, gptaq_share=0.25, ample_tokens=80)
 
@@ -69,9 +69,9 @@ class Options(Learned, GroupedOptions):
 
 @dataclass(frozen=True)
 class PlainRounding:
-    """Rounding (N, K) float32 to the nearest code of grids of so many bits, with zero points of `least_zero` or more.
+    """Rounds (N, K) float32 to the nearest code, on grids of `bits` with zero points of `least_zero` or more.
 
-    With `clip`, each group's range is clipped where that pays.
+    With `clip`, a group's range is clipped if that lowers its error.
     """
 
     group_size: int
@@ -81,34 +81,34 @@ class PlainRounding:
     clip: bool = False
 
     def round(self, weight: torch.Tensor, importance: torch.Tensor, quick: bool = False) -> GroupedWeight:
-        """`weight` rounded; `importance` (K,) weighs errors in a search for ranges, `quick` as of `fit_grid`."""
+        """Return `weight` rounded; `importance` (K,) weighs errors in the range search; `quick`: see `fit_grid`."""
         search = {"importance": importance, "search": "quick" if quick else True} if self.clip else {}
         grids = {"symmetric": self.symmetric, "least_zero": self.least_zero}
         return round_to_nearest(weight, self.group_size, self.bits, **grids, **search)
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """E |change x|^2 = tr(change H change^T) for change (N, K) float32 and H = E[x x^T] (K, K), float32 or `quick`.
+    """Return E |change x|^2 = tr(change H change^T), a float64 scalar, without synchronizing with the device.
 
-    Of an H that is nothing but its diagonal that is enough: (K,) float32. One float64, which nothing waits for.
+    change is (N, K) float32; H = E[x x^T] is (K, K), float32 or `quick`, or only its diagonal, (K,) float32.
     """
     if hessian.ndim == 1:
         return (change.square().sum(0) * hessian).sum(dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64, device=change.device)
     for left in range(0, change.shape[1], PANEL):
         spread = product_in(change[:, left : left + PANEL], hessian[left : left + PANEL, left:])
-        spread[:, PANEL:] *= 2  # H is symmetric: what lies above its diagonal stands for what lies below, too
+        spread[:, PANEL:] *= 2  # H is symmetric: the upper triangle also counts for the lower one
         total += spread.mul_(change[:, left:]).sum()
     return total
 
 
 def share_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """Mean of (heads * d,) values over the query heads that read one key-value head: (kv_heads * d,)."""
+    """Return the (kv_heads * d,) means of (heads * d,) values over the query heads of each key-value head."""
     return values.reshape(kv_heads, heads // kv_heads, -1).mean(1).reshape(-1)
 
 
 def repeat_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """(kv_heads * d,) -> (heads * d,): each key-value head's values for every query head that reads it."""
+    """Repeat each key-value head's values for all its query heads: (kv_heads * d,) -> (heads * d,)."""
     return values.reshape(kv_heads, 1, -1).expand(kv_heads, heads // kv_heads, -1).reshape(-1)
 
 
@@ -120,12 +120,11 @@ def search_scale(
     heads: tuple[int, int],
     shards: Shards = ALONE,
 ) -> torch.Tensor:
-    """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after `rounding`.
+    """Return the channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after `rounding`.
 
-    `hessian` is that of `output_error`. Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for `points` a
-    in (0, 1], of which every COARSE-th comes first and then those around the best. `heads` (query, key-value) keeps the
-    scales of query heads that read one value head equal; (1, 1) where channels are free. Each of several processes
-    makes its share of the trials.
+    `hessian`: see `output_error`. Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for `points` a in
+    (0, 1]: first every COARSE-th, then those around the best. `heads` (query, key-value) keeps the scales of query
+    heads that read one value head equal; (1, 1) leaves channels free. Several processes share the trials.
     """
     diagonal = hessian if hessian.ndim == 1 else torch.diagonal(hessian)
     rms = diagonal.clamp(min=0).sqrt()
@@ -159,7 +158,7 @@ def search_scale(
             found[number] = loss(trial(*more[number]))
         shards.sum(found)
         errors.update(zip(more, found.tolist(), strict=True))
-        # Where no trial has a finite error, the first is as good as any.
+        # If no trial has a finite error, take the first.
         return min(errors, key=lambda each: errors[each] if math.isfinite(errors[each]) else math.inf)
 
     best_of((False,), (0, points))  # of which the kinds are the same
@@ -169,7 +168,7 @@ def search_scale(
 
 
 def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:
-    """`layer`, which (N, K) float32 was rounded to, with scales fitted to the outputs; then rounded by them again."""
+    """Fit the scales of `layer` to the outputs of `weight` (N, K) float32, and round again, `rounds` times in all."""
 
     def requantize(fitted: GroupedWeight) -> RoundedLayer:
         grid = Grid(fitted.scales, fitted.zeros, fitted.bits)
@@ -192,24 +191,24 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def _unscaled_notes(job: Job, scalings: list[list[Scaling]]) -> tuple[str, ...]:
-    """Which layers AWQ scales nothing before; raises UnsupportedError where that is so for all of them."""
+    """Note the layers whose inputs AWQ cannot scale; raises UnsupportedError if it can scale none."""
     count, left, names = unscaled(job.skeleton, scalings)
     if left == count:
         raise UnsupportedError(
-            f"AWQ finds no layer in the blocks of {job.source.architecture!r} whose inputs could be scaled without "
+            f"AWQ finds no layer in the blocks of {job.source.architecture!r} whose inputs it can scale without "
             "changing what the model computes"
         )
     if not left:
         return ()
     return (
-        f"AWQ scales no inputs of {left} of {count} linear layers, which are rounded as they are, because nothing "
-        f"before them can take the inverse: {', '.join(names)}",
+        f"AWQ scales no inputs of {left} of {count} linear layers, because nothing "
+        f"before them can take the inverse. They are only rounded: {', '.join(names)}",
     )
 
 
 def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory:
     squares = 4 * sum(columns**2 for _, columns in shapes.stages)
-    # All Hessians of the block and its weights in float32 at once; then the search over one group of layers.
+    # Memory: all Hessians of the block and its weights in float32; then the search over one group of layers.
     with_feedback = job.options.rounding == "gptq"
     squares = max(2 * squares, 9 * 4 * shapes.widest**2) if with_feedback else 2 * squares
     work = squares + 4 * shapes.block_parameters + 10 * 4 * shapes.largest_layer
@@ -219,17 +218,17 @@ def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory
 
 
 def _exact_share(options: Options) -> float:
-    """The share of the calibration sequences that also go through the unquantized model."""
+    """Return the share of calibration sequences that also run through the unquantized model."""
     if options.refine:
         return 1.0
     return 0.0 if options.feedback is None else options.feedback.gptaq_share
 
 
 def _searched_sequences(job: Job[Options], block: Block) -> int | None:
-    """How many calibration sequences scales are searched on: all where weights are rounded on the same Hessians.
+    """Return the number of calibration sequences for the scale search; None for all.
 
-    Error feedback has its own, and scales need no more of them than it needs for the errors of earlier layers. All
-    are taken of experts, too, each of which sees a few tokens.
+    All if weights are rounded on the same Hessians. Error feedback has its own, and then the search needs no more than
+    the share for errors of earlier layers. Experts always use all, since each sees only a few tokens.
     """
     if job.options.feedback is None or any(expert_of(name) is not None for name in block.linears):
         return None
@@ -239,7 +238,7 @@ def _searched_sequences(job: Job[Options], block: Block) -> int | None:
 
 
 def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
-    """The Hessian of layers that share their scale: experts weigh by the tokens that they saw."""
+    """Return the mean Hessian of layers that share a scale, weighted by the tokens that each expert saw."""
     if len(hessians) == 1:
         return next(iter(hessians.values()))
     total = sum(tokens[name] for name in hessians)
@@ -260,8 +259,8 @@ def _scale_block(
         heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config.get_text_config())
         seen = {name: hessians[name] for name in names if name in hessians}
         mean = _mean_hessian(seen, block.moments.tokens)
-        # With error feedback, columns that are still to come take over most of a column's error, and the moments are
-        # not needed any more.
+        # With error feedback, later columns absorb most of a column's error, and the moments are
+        # no longer needed.
         costs = mean
         if options.feedback is not None:
             costs = Feedback(mean, shrinkage=FEEDBACK.shrinkage, damp_percent=FEEDBACK.damp_percent).costs
@@ -281,9 +280,9 @@ def _quantize_group(
     layers: dict[str, GroupedWeight],
     group: LinearGroup,
 ) -> None:
-    """Round linear layers with the same inputs: plainly within clipped ranges, or with GPTQ's error feedback."""
+    """Round linear layers with the same inputs: to nearest within clipped ranges, or with GPTQ's error feedback."""
     options, plan = job.options, job.checked.plan
-    bits = plan.bits_of(group.names[0])  # those of all that share their inputs
+    bits = plan.bits_of(group.names[0])  # layers with the same inputs have the same bits
     if options.feedback is not None:
         rows = sum(len(values[name]) for name in group.names)
         solver = Solver(group, bits, int(plan.group_size), options.feedback, rows, job.shards)
@@ -357,7 +356,7 @@ METHOD = Method(
     weights_comparable=False,
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
-    other_kinds=KIND | dict.fromkeys(("2", "3", "8"), KIND[AUTO]),  # its own format holds 4 bits
+    other_kinds=KIND | dict.fromkeys(("2", "3", "8"), KIND[AUTO]),  # AWQ's own format holds only 4 bits
     bit_search=BIT_SEARCH,
     refuse_ranks=lambda _job: None,
     records=(FEEDBACK_RECORD,),

@@ -1,9 +1,9 @@
-"""CTranslate2: int8 rows, int16 or floats, converted by the engine's own converter and proven against the source.
+"""CTranslate2: int8 rows, int16 or floats, written by the engine's own converter and compared with the source.
 
-Documentation: https://opennmt.net/CTranslate2/quantization.html. Read by CTranslate2 and what is built on it.
-The converter is silently wrong for some models, so a converted model is *proven*: CTranslate2 and transformers
-must give the same log-probabilities on a short text before the artifact counts. Not supported: architectures that
-were not measured to be exact, and settings that a short text cannot prove (rope scaling, sliding windows).
+Documentation: https://opennmt.net/CTranslate2/quantization.html. Read by CTranslate2 and tools built on it.
+The converter is silently wrong for some models. So CTranslate2 and transformers must give the same log-probabilities
+on a short text before the artifact is accepted. Not supported: architectures that were not measured to be exact, and
+settings that a short text cannot check (rope scaling, sliding windows).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # all others are int8
 
-PIECE = 1 << 20  # values that are looked at together
-CONVERTING = 14  # bytes a value while it becomes a code
+PIECE = 1 << 20  # values checked at a time
+CONVERTING = 14  # bytes per value during conversion to codes
 PROOF_TOKENS = 96
-PROVEN_WEIGHTS = 500_000_000  # of a model that is proven whole
+PROVEN_WEIGHTS = 500_000_000  # larger models are compared on their first blocks only
 SENTENCE = "The keeper of the old lighthouse wrote the weather down each evening, and counted the boats in spring. "
 # Bounds on the mean absolute difference of log-probabilities over tokens and vocabulary.
 # Same weights in both engines, float32: measured 3e-7 (random tiny models) to 1e-5 (SmolLM2-135M); the smallest
@@ -58,7 +58,7 @@ def _check(job: Job[Options]) -> Checked[None]:
     import_engine()
     if "config.json" not in job.source.hashed_files or job.source.quantization is not None:
         raise UnsupportedError(
-            f"CTranslate2's converter reads checkpoint folders of floats, and {job.source.model} is none. "
+            f"CTranslate2's converter reads checkpoint folders of floats, and {job.source.model} is not one. "
             "Make one with `--method float`, or `quantkit import` of a GGUF file, and convert that."
         )
     settings = job.source.settings
@@ -70,8 +70,8 @@ def _check(job: Job[Options]) -> Checked[None]:
     tokens = 1 + max(job.source.tokenizer().get_vocab().values(), default=-1)
     if tokens > settings.vocab_size:
         raise UnsupportedError(
-            f"{job.source.model}: its tokenizer has {tokens} tokens, its weights {settings.vocab_size} rows, "
-            f"and CTranslate2 needs a row for each token: {ADD_ROWS}"
+            f"{job.source.model}: its tokenizer has {tokens} tokens and its embedding {settings.vocab_size} rows, "
+            f"but CTranslate2 needs a row for each token: {ADD_ROWS}"
         )
     item = ITEM_BYTES.get(job.bits, 1)
     weights = sum(t.parameters * (item if len(t.shape) > 1 else 4) for t in job.source.tensors.values())
@@ -81,7 +81,7 @@ def _check(job: Job[Options]) -> Checked[None]:
 
 
 def _refuse_beyond_float16(job: Job) -> None:
-    """Raise UnsupportedError for a value that the converter would turn to infinity."""
+    """Raise UnsupportedError for a value that the converter would turn into infinity."""
     import torch
 
     from quantkit.numerics.grid import cast_finite
@@ -110,9 +110,9 @@ def _write(job: CheckedJob[Options, None], run: Run) -> None:
 
 
 def _proven_part(source: Source) -> Source | None:
-    """The first blocks of a model of more than `PROVEN_WEIGHTS` weights, with a block of each kind; None for others.
+    """Return the first blocks, with each kind of block, of a model above `PROVEN_WEIGHTS` weights; None for others.
 
-    Two whole models in float32 are in memory for the proof, one after the other. Blocks of a kind are converted alike.
+    The comparison loads two models in float32, one after the other. Blocks of a kind are converted alike.
     """
     settings = source.settings
     count, outside, each = int(settings.num_hidden_layers), _weights_outside(settings), _weights_of_block(source)
@@ -125,7 +125,7 @@ def _proven_part(source: Source) -> Source | None:
 
 
 def _shortened(source: Source, blocks: int) -> Source:
-    """The source as a model of its first decoder blocks alone; the tensors of the others stay, unused."""
+    """Return the source as a model of its first decoder blocks; tensors of other blocks stay, unused."""
     known = getattr(source.settings, "attribute_map", {})
     names = {"num_hidden_layers", "n_layer", known.get("num_hidden_layers", "num_hidden_layers")}
     config: dict[str, Any] = {name: blocks for name in names if name in source.config}
@@ -144,16 +144,16 @@ def _weights_of_block(source: Source) -> int:
 
 
 def proof_ids(tokenizer: Any, settings: Any) -> list[int]:
-    """The ids of the text that a conversion is proven on: at most 96 tokens, with what the tokenizer adds."""
+    """Return the token ids of the comparison's text: at most 96, including the tokenizer's special tokens."""
     ids: list[int] = tokenizer(SENTENCE * PROOF_TOKENS)["input_ids"]
     longest = getattr(settings, "max_position_embeddings", None) or PROOF_TOKENS
     return ids[: min(PROOF_TOKENS, longest)]
 
 
 def _prove(job: Job, run: Run, folder: Path) -> None:
-    """Compare CTranslate2 on a folder of the job's source with transformers.
+    """Compare CTranslate2 on `folder`, converted from the job's source, with transformers.
 
-    Raises UnsupportedError where they differ by more than the bounds.
+    Raises UnsupportedError if they differ by more than the bounds.
     """
     import torch
 
@@ -181,21 +181,21 @@ def _prove(job: Job, run: Run, folder: Path) -> None:
         if not difference <= limit:
             raise UnsupportedError(
                 f"CTranslate2 answers differently from {what}: {job.source.model} ({job.source.architecture}), "
-                f"mean difference of log-probabilities {difference:.2g} over {len(ids)} tokens, at most {limit:g} is "
-                "sound"
+                f"mean difference of log-probabilities {difference:.2g} over {len(ids)} tokens, more than "
+                "{limit:g}"
             )
     blocks = int(settings.num_hidden_layers)
     part = f" with the first {blocks} of its blocks" if folder != run.folder else ""
     run.findings.note(
-        f"proven on {len(ids)} tokens{part}: mean difference of log-probabilities {from_source:.2g} to the source "
-        f"(computed in {own}), {same_weights:.1g} to transformers with the same weights"
+        f"checked against transformers on {len(ids)} tokens{part}: mean difference of log-probabilities "
+        f"{from_source:.2g} to the source (computed in {own}), {same_weights:.1g} with the same weights"
     )
     for note in notes_on(own):
         run.findings.note(note)
 
 
 def _engine_log_probs(folder: Path, compute_type: str, ids: list[int]) -> np.ndarray:
-    """(T, V) float32 log-probabilities by CTranslate2."""
+    """Return (T, V) float32 log-probabilities by CTranslate2."""
     import torch
 
     model = Ct2Generator(folder, compute_type, torch.get_num_threads())
@@ -203,7 +203,7 @@ def _engine_log_probs(folder: Path, compute_type: str, ids: list[int]) -> np.nda
 
 
 def _log_probs(skeleton: Skeleton, ids: list[int]) -> np.ndarray:
-    """(T, V) float32 log-probabilities by transformers."""
+    """Return (T, V) float32 log-probabilities by transformers."""
     import torch
 
     with torch.inference_mode():
@@ -211,7 +211,7 @@ def _log_probs(skeleton: Skeleton, ids: list[int]) -> np.ndarray:
 
 
 def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
-    """Put the artifact's weights into the model; raises ArtifactError where they do not fit."""
+    """Put the artifact's weights into the model; raises ArtifactError if they do not fit."""
     import torch
 
     parameters = dict(skeleton.model.named_parameters())
@@ -220,7 +220,7 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
         values = tensors.read(name)
         parameter = parameters.pop(name, None)
         if parameter is None or parameter.shape != values.shape:
-            raise ArtifactError(f"{model_bin}: the tensor {name} {tuple(values.shape)} is not one of the model's")
+            raise ArtifactError(f"{model_bin}: the tensor {name} {tuple(values.shape)} is not in the model")
         for start, piece in values.pieces(PIECE):
             parameter.data[start : start + len(piece)] = torch.from_numpy(piece)
     if parameters:
@@ -228,8 +228,10 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
 
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
-    """What lies outside the blocks, a block, its parts that are joined, and the slab that becomes codes; then the
-    proof."""
+    """Return the larger peak of conversion and comparison.
+
+    Conversion: tensors outside the blocks, a block, its fused layers, and the slab that becomes codes.
+    """
     from quantkit.formats.ctranslate2.converter import SLAB
 
     joined = max((rows * columns for rows, columns in shapes.stages), default=0)
@@ -238,18 +240,18 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     held = shapes.item_bytes * (shapes.block_parameters + joined + _weights_outside(job.source.settings))
     part = _proven_part(job.source) or job.source
     blocks = int(part.settings.num_hidden_layers)
-    # Of whatever is stored the engine makes float32, of blocks and of a head that is not tied twice for a while
-    # (measured); a tied head becomes a matrix of its own.
+    # The engine holds everything in float32; blocks and an untied head twice for a while
+    # (measured); a tied head becomes a separate matrix.
     ends = int(part.settings.vocab_size) * int(part.settings.hidden_size)
     matrices = 2 if part.settings.tie_word_embeddings else 3
     engine = 4 * (matrices * ends + 2 * blocks * _weights_of_block(job.source))
-    proof = engine + 6 * 4 * PROOF_TOKENS * shapes.vocabulary + GROWTH  # with logits and their logarithms
+    proof = engine + 6 * 4 * PROOF_TOKENS * shapes.vocabulary + GROWTH  # with logits and log-probabilities
     return PeakMemory(work=held + CONVERTING * at_once, further={"the proof": proof})
 
 
 METHOD = Method(
     name="ctranslate2",
-    summary="int8 rows, int16 or floats for the CTranslate2 engine, proven against the source",
+    summary="int8 rows, int16 or floats for the CTranslate2 engine, checked against the source",
     reference="https://opennmt.net/CTranslate2/quantization.html",
     bits=("int8", "int8_float16", "int8_bfloat16", "int8_float32", "int16", "float16", "bfloat16", "float32"),
     default_bits="int8",

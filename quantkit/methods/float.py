@@ -1,6 +1,6 @@
-"""FLOAT: a plain checkpoint of floats, every value as the source gives it, rounded to one type.
+"""FLOAT: a plain checkpoint of floats: the source's values, rounded to one type.
 
-For sources that are quantized: a GGUF file becomes a checkpoint that everything loads.
+For quantized sources: it turns a GGUF file into a checkpoint that every engine loads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
 
 METHOD = Method(
     name="float",
-    summary="a plain checkpoint of floats, dequantized where the source is quantized",
+    summary="a plain checkpoint of floats; quantized sources are dequantized",
     reference="https://github.com/huggingface/safetensors",
     bits=("float16", "bfloat16", "float32"),
     default_bits="float16",

@@ -1,7 +1,7 @@
 """FP8: weights as 8-bit floats (E4M3) with a scale for each row or block; engines round the inputs to FP8, too.
 
-Paper: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. No calibration. A scale is the best of an
-octave for the squared error of its row or block, not the one that the largest value asks for.
+Paper: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. No calibration. Each scale has the least
+squared error of its row or block within an octave, instead of fitting the largest value.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Options(Strict):
 
     granularity: Literal["channel", "block"] = Field(
         "channel",
-        description="what shares a scale: channel: a row, of inputs a token; block: 128 x 128, of a token 128",
+        description="values with a common scale: channel: a row, and a token of inputs; block: 128 x 128, 128 inputs",
     )
-    scale_search: bool = Field(True, description="search scales for the least squared error; false: largest / 448")
+    scale_search: bool = Field(True, description="search scales for the least squared error; false: maximum / 448")
 
 
 def _layout(job: Job[Options]) -> Layout:
@@ -51,13 +51,13 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
-    # One layer: as stored, in float32, and its values in float32 and in 8 bits; the trials are of a few rows.
+    # One layer: as stored, in float32, and its values in float32 and in 8 bits; trials take a few rows.
     return PeakMemory(work=4 * 4 * shapes.largest_layer)
 
 
 METHOD = Method(
     name="fp8",
-    summary="8-bit floats with scales of rows or blocks; inputs are rounded to them, too",
+    summary="8-bit floats with a scale per row or block; engines round inputs to 8 bits, too",
     reference="arXiv:2209.05433",
     bits=("8",),
     default_bits="8",

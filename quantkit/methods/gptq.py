@@ -1,9 +1,9 @@
-"""GPTQ: rounding column by column, each error fed forward into the columns that are still to come.
+"""GPTQ: rounding column by column, with each error fed forward into the remaining columns.
 
 Paper: Frantar et al., GPTQ, arXiv:2210.17323, algorithm 1 (lazy block updates, Cholesky form).
 Differs from the paper: scales come from a search weighted by the Hessian's diagonal, not from min/max; columns are
-taken in the order of their importance also where groups stay contiguous (static groups), so that g_idx stays plain.
-Grids are of whole numbers, or of 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
+taken in order of importance even if groups stay contiguous (static groups), so that g_idx stays sorted.
+Grids have integers, or 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from quantkit.numerics.scale_refit import PartedHessian, Refit, RoundedLayer
 from quantkit.numerics.scaled_rounding import Float4, float4_with_feedback
 from quantkit.system.ranks import ALONE, Shards
 
-SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
-JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
+SLAB_ELEMENTS = 1 << 24  # elements of rows quantized together
+JOINED_ELEMENTS = 1 << 22  # elements of layers with the same inputs, quantized as one
 
 
 class Options(Learned, GroupedOptions):
@@ -47,25 +47,23 @@ class Options(Learned, GroupedOptions):
     sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
     desc_act: bool = Field(False, description="form groups along the activation order (g_idx); vLLM refuses it")
     static_groups: bool = Field(
-        True, description="fix all scales first and take columns by importance while groups stay contiguous"
+        True, description="fix all scales first; columns go by importance, groups stay contiguous"
     )
     damp_percent: float = Field(0.01, gt=0, lt=1, description="share of the mean diagonal added to the Hessian")
-    shrinkage: float = Field(0.5, ge=0, description="share of each diagonal entry added to it; against overfitting")
-    scale_search: bool = Field(
-        True, description="search scales weighted by what a column's error costs; false: min/max"
-    )
+    shrinkage: float = Field(0.5, ge=0, description="share of each diagonal entry added to it, against overfitting")
+    scale_search: bool = Field(True, description="search scales weighted by each column's error; false: min/max")
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
     rounds: int = Field(
         2, ge=1, le=16, description="roundings; each but the first with the scales refitted to the codes before it"
     )
-    gptaq: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
+    gptaq: bool = Field(True, description="let each layer compensate for errors of quantized layers before it")
     gptaq_share: float = Field(
-        0.25, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
+        0.25, gt=0, le=1, description="share of the calibration sequences that measure those errors"
     )
     ample_tokens: int = Field(
         80,
         ge=0,
-        description="every second token counts where this many a column are left so; 0 or with refine: all count",
+        description="use every second token if that leaves this many per column; 0 or with refine: all tokens",
     )
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
 
@@ -75,10 +73,10 @@ class Options(Learned, GroupedOptions):
 
 
 class Solver:
-    """Quantizes weights of linear layers that get the same input, whose moments (K, K) are taken over and changed.
+    """Quantizes weights of linear layers with the same input; takes over and changes its moments (K, K).
 
-    `group_size` is in columns, or -1 for the whole row. With the cross moment the outputs come near those of the exact
-    inputs, so that errors of earlier layers are made good. `rows` is how many the weights have together.
+    `group_size` is in columns, or -1 for the whole row. With the cross moment, outputs approximate those of the exact
+    inputs, which compensates for errors of earlier layers. `rows` is the number of rows of all weights together.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Solver:
         if settings.desc_act:
             self.g_idx = torch.empty_like(self.natural)
             self.g_idx[self.moments.order] = self.natural // self.group
-        self._parted: PartedHessian | None = None  # of all rows
+        self._parted: PartedHessian | None = None  # for all rows
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
         """Quantize (N, K) float32, some rows at a time."""
@@ -142,7 +140,7 @@ class Solver:
 
         fixed = self.settings.static_groups or group == columns
         if fixed:
-            # Regroup so that each group's columns lie side by side, whichever order the format keeps.
+            # Regroup so that each group's columns are contiguous, in any order that the format stores.
             members = order if self.settings.desc_act else self.natural
             grid = self._fit(weight.index_select(1, order) if self.settings.desc_act else weight, members)
             scales, zeros = grid.scales.to(torch.float32).T.contiguous(), grid.zeros.to(torch.float32).T.contiguous()
@@ -151,7 +149,7 @@ class Solver:
         if not self.settings.refit:
             return layer[0]
         if self._parted is None:
-            self._parted = PartedHessian(self.moments.hessian, layer[0].beside())
+            self._parted = PartedHessian(self.moments.hessian, layer[0].group_order())
         refit = Refit(weight, self._parted)
         del weight
 
@@ -168,7 +166,7 @@ class Solver:
         fit: Callable[[int, torch.Tensor], None] | None = None,
         group: int = 1,
     ) -> RoundedLayer:
-        """Round the weight transposed, in the order of rounding, (K, N) float32, by scales and zeros (G, N) float32."""
+        """Round the transposed weight (K, N) float32, in rounding order, with scales and zeros (G, N) float32."""
         moments, order = self.moments, self.moments.order
         codes = torch.empty(ahead.shape, dtype=torch.uint8, device=ahead.device)
         errors = RoundingErrors(ahead) if self.settings.refit else None
@@ -184,7 +182,7 @@ class Solver:
 def in_shares(
     quantize: Callable[[torch.Tensor], GroupedWeight], shards: Shards
 ) -> Callable[[torch.Tensor], GroupedWeight]:
-    """`quantize` for weights (N, K) that all processes have: each rounds its share of the rows, and gets all."""
+    """Share `quantize` among processes that all have the weights (N, K): each rounds some rows and gets all."""
 
     def shared(weight: torch.Tensor) -> GroupedWeight:
         rows = len(weight)
@@ -207,9 +205,9 @@ def quantize_each(
     weight: Callable[[str], torch.Tensor],
     device: torch.device,
 ) -> Iterator[tuple[str, Layer]]:
-    """`quantize` layers, given their numbers of elements by name; `weight` gives each (N, K) float32 on `device`.
+    """Quantize layers, given their numbers of elements by name; `weight` returns each (N, K) float32 on `device`.
 
-    Small ones are quantized as one: rows do not depend on each other, and the loop over columns runs once.
+    Small layers are concatenated: rows are independent, so one column loop serves them all.
     """
     for names in _together(sizes, elements_together(JOINED_ELEMENTS, device)):
         weights = [weight(name) for name in names]
@@ -218,7 +216,7 @@ def quantize_each(
 
 
 def _together(sizes: dict[str, int], most: int) -> list[list[str]]:
-    """The names in their order; neighbours stand together while they hold `most` elements or fewer."""
+    """Group neighbouring names while a group has at most `most` elements."""
     groups: list[list[str]] = []
     total = 0
     for name, size in sizes.items():
@@ -247,28 +245,28 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def refuse_ranks(job: Job) -> str | None:
-    """Why several processes cannot share the work."""
-    return "4-bit floats are fitted by one" if job.bits in FLOAT4 else None
+    """Return why several processes cannot share the work, or None."""
+    return "one process fits all 4-bit floats" if job.bits in FLOAT4 else None
 
 
 def exact_share(options: Options) -> float:
-    """The share of the calibration sequences that also go through the unquantized model."""
+    """Return the share of calibration sequences that also run through the unquantized model."""
     if options.refine:
         return 1.0
     return options.gptaq_share if options.gptaq and options.true_sequential else 0.0
 
 
 def streams(job: CheckedJob, shapes: Shapes, share: float) -> float:
-    """Streams of activations where a `share` of the sequences is asked to go through the unquantized model, too."""
+    """Return the number of activation streams if a `share` of the sequences also runs through the unquantized model."""
     spec = job.recipe.calibration
     sequences, length = (spec.sequences, spec.length) if job.calibration is None else job.calibration.ids.shape
     return 1 + exact_sequences(share, sequences, length, shapes.widest) / sequences
 
 
 def feedback_bytes(shapes: Shapes, device: str, gptaq: bool = True) -> int:
-    """What error feedback holds at its peak: moments and factors of one group of layers, and the rows of a slab."""
-    # H and the cross moment, and two squares in float64 while the factor is found (or the factor and the correction's
-    # two sides); while rows are rounded two squares fewer. Without the cross moment one falls away.
+    """Return the peak bytes of error feedback: moments and factors of one group of layers, and the rows of a slab."""
+    # H and the cross moment, plus two squares in float64 for the factor (or the factor and the correction's
+    # two sides); two squares fewer while rows are rounded, and one fewer without the cross moment.
     squares = 6 if gptaq else 5
     work, place = 0, torch.device(device)
     joined, slab = (elements_together(number, place) for number in (JOINED_ELEMENTS, SLAB_ELEMENTS))
@@ -303,7 +301,7 @@ def _quantize_group(
     quantize: Any
     if float4 is None:
         layout = job.checked.plan
-        bits = layout.bits_of(group.names[0])  # those of all that share their inputs
+        bits = layout.bits_of(group.names[0])  # layers with the same inputs have the same bits
         solver = Solver(group, bits, int(layout.group_size), options.feedback, rows, job.shards)
         quantize = in_shares(solver.quantize, job.shards)
     else:

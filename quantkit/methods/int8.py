@@ -1,4 +1,4 @@
-"""INT8: 8-bit integer weights with a scale for each row; engines round the inputs to 8 bits, token by token.
+"""INT8: 8-bit integer weights with a scale per row; engines round the inputs to 8 bits, token by token.
 
 Papers: Xiao et al., SmoothQuant, arXiv:2211.10438 (equation 4): inputs with large channels are divided by a scale, and
 the weights multiplied. Frantar et al., GPTQ, arXiv:2210.17323: rounding with error feedback.
@@ -32,16 +32,16 @@ from quantkit.numerics.quantized_weight import INT8_TOP, InputRounding, ScaledWe
 from quantkit.numerics.scaled_rounding import int8_with_feedback, round_int8
 from quantkit.records.recipe import Strict
 
-SAMPLED_TOKENS = 256  # of a layer's inputs, spread evenly, in the trials
-SAMPLED_ROWS = 256  # of the layers that share their scales
-LEAST_SHARE = 1e-5  # of the largest channel, that a channel counts as
+SAMPLED_TOKENS = 256  # of a layer's inputs in a trial, spread evenly
+SAMPLED_ROWS = 256  # rows in a trial, of the layers that share scales
+LEAST_SHARE = 1e-5  # of the largest channel; smaller channels count as this
 INPUTS = InputRounding("int8")
 
 
 class Options(Strict):
     """Options of INT8."""
 
-    smooth: bool = Field(True, description="move large input channels into the weights, where a layer before allows it")
+    smooth: bool = Field(True, description="move large input channels into the weights, if the layer before allows it")
     n_grid: int = Field(20, ge=2, le=100, description="number of strengths tried between 0 and 1")
     rounding: Literal["nearest", "gptq"] = Field(
         "gptq", description="how to round the weights: to the nearest integer, or with GPTQ's error feedback"
@@ -50,14 +50,14 @@ class Options(Strict):
 
 @dataclass
 class InputSample:
-    """Every `stride`th of a layer's inputs as they come, and the largest size that each channel has had."""
+    """Every `stride`th of a layer's inputs, and the largest absolute value of each channel."""
 
     stride: int
     parts: list[torch.Tensor] = field(default_factory=list)
     largest: torch.Tensor | None = None
 
     def add(self, x: torch.Tensor) -> None:
-        """Take inputs (tokens, K) of any float dtype."""
+        """Add inputs (tokens, K) of any float dtype."""
         if not len(x):
             return
         self.parts.append(x[:: self.stride].to(torch.float32))
@@ -65,7 +65,7 @@ class InputSample:
         self.largest = size if self.largest is None else torch.maximum(self.largest, size)
 
     def joined(self, others: list[InputSample]) -> InputSample:
-        """This one and others of the same columns as one."""
+        """Return this sample joined with others of the same columns."""
         every = [self, *others]
         sizes = [one.largest for one in every if one.largest is not None]
         largest = torch.stack(sizes).amax(0) if sizes else None
@@ -75,10 +75,10 @@ class InputSample:
 def smoothing(
     weights: list[torch.Tensor], sample: InputSample, points: int, heads: tuple[int, int] = (1, 1)
 ) -> torch.Tensor:
-    """The channel scales (K,) float32 with the least output error of `weights` [(N, K)] on the sample.
+    """Return the channel scales (K,) float32 with the least output error of `weights` [(N, K)] on the sample.
 
     Trials are no scaling, and max|x|^a / max|w|^(1-a) for a in [0, 1]; in each, inputs over scales and weights times
-    scales are rounded to int8. `heads` are those of `search_scale` in awq.py.
+    scales are rounded to int8. `heads`: see `search_scale` in awq.py.
     """
     columns = weights[0].shape[1]
     if sample.largest is None:
@@ -104,12 +104,12 @@ def smoothing(
 
 
 def storable(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, scale: torch.Tensor) -> torch.Tensor:
-    """Scales near `scale` (K,) that leave the weight of a norm before the layers in bfloat16's numbers.
+    """Return scales near `scale` (K,) with which the weight of the norm before the layers is exact in bfloat16.
 
-    What is folded into it is then what the layers are multiplied with, to the last bit.
+    Then the folded scales equal the layers' scales to the last bit.
     """
     weight = values[f"{prefix}{scaling.before}.weight"]
-    if weight.ndim > 1:  # it is quantized after it is scaled
+    if weight.ndim > 1:  # a linear layer, which is quantized after it is scaled
         return scale
     factor = weight + scaling.offset
     stored = (factor / scale - scaling.offset).to(torch.bfloat16).to(torch.float32) + scaling.offset
@@ -118,12 +118,12 @@ def storable(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, sca
 
 
 def share(values: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
-    """(K,) with the mean of the query heads that read one value head in place of each."""
+    """Replace the (K,) values of query heads that read one value head by their mean."""
     return repeat_heads(share_heads(values, *heads), *heads)
 
 
 def rounding_noise(x: torch.Tensor) -> float:
-    """What int8 rounding adds to each entry on the diagonal of E[x x^T], for inputs (tokens, K): mean step^2 / 12."""
+    """Return what int8 rounding adds to the diagonal of E[x x^T] for inputs (tokens, K): mean step^2 / 12."""
     return float((x.abs().amax(-1) / INT8_TOP).square().mean()) / 12
 
 
@@ -135,7 +135,7 @@ def _check(job: Job[Options]) -> Checked[Layout]:
     if left == count:
         raise UnsupportedError(
             f"no layer in the blocks of {job.source.architecture!r} can be scaled without changing what the model "
-            "computes: take --no-smooth, which is less precise"
+            "computes: give --no-smooth, which is less precise"
         )
     if not left:
         return checked
@@ -144,7 +144,7 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
-    # All Hessians of the block and its weights in float32 at once; then two squares in float64 for a factor.
+    # Memory: all Hessians of the block and its weights in float32; then two squares in float64 for a factor.
     squares = 4 * sum(columns**2 for _, columns in shapes.stages) + 4 * 4 * shapes.widest**2
     return PeakMemory(1, work=squares + 4 * shapes.block_parameters + 8 * 4 * shapes.largest_layer)
 
@@ -157,7 +157,7 @@ def _smooth_block(
     hessians: dict[str, torch.Tensor],
     samples: dict[str, InputSample],
 ) -> None:
-    """Scale the weights in `values` (float32, by full name), the Hessians of their inputs, and the samples of these."""
+    """Scale the weights in `values` (float32, by full name), the Hessians and samples of their inputs."""
     for scaling in scalings:
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
         heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config.get_text_config())
@@ -178,7 +178,7 @@ def _add_to(samples: dict[str, InputSample], name: str, x: torch.Tensor) -> None
 def _round_group(
     job: Job[Options], names: list[str], values: dict[str, torch.Tensor], hessian: torch.Tensor, sample: InputSample
 ) -> dict[str, ScaledWeight]:
-    """The layers `names` of the same inputs, taken out of `values`."""
+    """Round the layers `names`, which have the same inputs, and remove them from `values`."""
     if job.options.rounding == "nearest":
         return {name: round_int8(values.pop(name)) for name in names}
     if sample.parts:
@@ -218,7 +218,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
 
 METHOD = Method(
     name="int8",
-    summary="8-bit integers with scales of rows, smoothed; inputs are rounded to 8 bits, too",
+    summary="8-bit integers with a scale per row, smoothed; engines round inputs to 8 bits, too",
     reference="arXiv:2211.10438",
     bits=("8",),
     default_bits="8",

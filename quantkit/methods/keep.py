@@ -1,7 +1,7 @@
-"""KEEP: the codes of a quantized source in another layout. Nothing is rounded anew: every value of a quantized layer is
-equal to the last bit. What is not quantized becomes float16, beside MXFP4 in compressed-tensors bfloat16.
+"""KEEP: rewrite the codes of a quantized source in another layout, without rounding, equal to the last bit.
 
-For layouts whose grids coincide: value = (code - zero) * scale with the same groups. GPTQ's layout has no zero point of
+Tensors that are not quantized become float16, or bfloat16 with MXFP4 in compressed-tensors.
+For layouts with the same grid: value = (code - zero) * scale in the same groups. GPTQ's layout has no zero point of
 0, AWQ's and compressed-tensors' have no order of columns. MXFP4 is the same grid in compressed-tensors and GGUF.
 """
 
@@ -26,19 +26,19 @@ class Options(Strict):
 
 
 def _source(job: Job) -> QuantizedCheckpoint:
-    """The source with its codes; raises UnsupportedError where it has none."""
+    """Return the source with its codes; raises UnsupportedError if it has none."""
     if isinstance(origin := job.source.origin, QuantizedCheckpoint):
         return origin
     how = job.source.quantization or "not quantized"
     if not job.source.own_files:
-        how = "read with adapters, whose values have no codes"
+        how = "read with adapters, so its values have no codes"
     raise UnsupportedError(
-        f"keep writes the codes of gptq, awq and compressed-tensors checkpoints anew, and {job.source.model} is {how}"
+        f"keep rewrites codes of gptq, awq and compressed-tensors checkpoints, and {job.source.model} is {how}"
     )
 
 
 def _bits_of(source: Source) -> str | None:
-    """The bits of a source's codes; None of one that has none."""
+    """Return the bits of a source's codes, or None."""
     if not isinstance(origin := source.origin, QuantizedCheckpoint):
         return None
     with suppress(UnsupportedError):
@@ -59,20 +59,20 @@ def _check(job: Job[Options]) -> Checked[Layout]:
     if differing := sorted(source.quantized ^ job.skeleton.linears().keys()):
         how = "quantized" if differing[0] in source.quantized else "not quantized"
         raise UnsupportedError(
-            f"{differing[0]} of {job.source.model} is {how}, and the format {job.format.name} holds it the other way"
+            f"{differing[0]} of {job.source.model} is {how}, and the format {job.format.name} stores the other kind"
         )
     checked = job.check_layout(layout)
     plan = checked.plan
     if layout.least_zero < plan.least_zero:
         raise UnsupportedError(
-            f"{job.source.model} has zero points of {layout.least_zero}, and the format {job.format.name} holds none "
+            f"{job.source.model} has zero points of {layout.least_zero}, and the format {job.format.name} stores none "
             f"below {plan.least_zero}"
         )
     return replace(checked, options={}, notes=(*checked.notes, *_rounded(source, plan.dtype)))
 
 
 def _rounded(source: QuantizedCheckpoint, dtype: str) -> tuple[str, ...]:
-    """That tensors which are no codes become `dtype`, where they are not."""
+    """Note that tensors without codes become `dtype`."""
     stored = {"float16": "F16", "bfloat16": "BF16"}[dtype]
     others = [n for n, info in source.tensors.items() if n not in source.quantized and info.dtype != stored]
     return (f"tensors that are not quantized become {dtype}: {len(others)}, such as {others[0]}",) if others else ()
@@ -91,7 +91,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
 
 METHOD = Method(
     name="keep",
-    summary="the codes of a quantized source in another layout, equal to the last bit",
+    summary="the codes of a quantized source in another layout, exactly",
     reference="docs/formats.md",
     bits=("2", "3", "4", "8", "mxfp4"),
     default_bits="4",

@@ -26,12 +26,12 @@ BLOCK = 64
 class Options(Strict):
     """Options of NF4."""
 
-    double_quant: bool = Field(True, description="quantize the block scales too (0.37 bits a weight less)")
+    double_quant: bool = Field(True, description="quantize the block scales too (saves 0.37 bits per weight)")
     compute_dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="type that engines compute in, and of what is not quantized"
+        "bfloat16", description="type that engines compute in, and of tensors that are not quantized"
     )
     min_quantized: float = Field(
-        0.5, ge=0, le=1, description="refuse where less than this share of the linear layers' weights is quantized"
+        0.5, ge=0, le=1, description="refuse if a smaller share of the linear layers' weights is quantized"
     )
 
 
@@ -55,7 +55,7 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def round_weight(weight: torch.Tensor, double_quant: bool) -> NormalFloatWeight:
-    """Quantize (N, K), in the dtype that engines compute in, with bitsandbytes."""
+    """Quantize (N, K) with bitsandbytes, in the dtype that engines compute in."""
     packed, state = _functional().quantize_4bit(
         weight.contiguous(), blocksize=BLOCK, compress_statistics=double_quant, quant_type="nf4"
     )
@@ -74,7 +74,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
-    # One layer: as stored and cast, and bitsandbytes' floats, scaled floats and codes of all its values.
+    # One layer: as stored and cast, and bitsandbytes' floats, scaled floats and codes of its values.
     return PeakMemory(work=(shapes.item_bytes + 18) * shapes.largest_layer)
 
 

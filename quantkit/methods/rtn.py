@@ -1,6 +1,6 @@
-"""RTN: round every weight to the nearest point of its group's grid. No calibration; the plain yardstick.
+"""RTN: round every weight to the nearest point of its group's grid. No calibration; a baseline for other methods.
 
-Grids are of whole numbers, or of 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
+Grids have integers, or 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Options(GroupedOptions):
 
 
 def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool) -> GroupedWeight:
-    """Quantize one layer's weight (N, K) float32 by plain rounding."""
+    """Round one layer's weight (N, K) float32 to nearest."""
     return round_to_nearest(weight, group_size, bits, symmetric=symmetric, least_zero=1)
 
 
@@ -63,13 +63,13 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
-    # One layer: as stored, in float32, and what the grid and the codes are computed through.
+    # One layer: as stored, in float32, and temporaries of the grid and the codes.
     return PeakMemory(work=10 * 4 * shapes.largest_layer)
 
 
 METHOD = Method(
     name="rtn",
-    summary="round to nearest, the plain yardstick",
+    summary="round to nearest, a baseline for other methods",
     reference="arXiv:2103.13630",
     bits=("2", "3", "4", "8", *FLOAT4, AUTO),
     default_bits="4",

@@ -1,1 +1,1 @@
-"""Models of transformers without weights, and where their parts are."""
+"""Models of transformers without weights, their sources, and the places of their parts."""

@@ -1,7 +1,7 @@
 """A source with LoRA adapters, which are merged in float32 into each tensor as it is read.
 
-Adapters are merged one after the other. The values equal those of PEFT's `merge_and_unload` in float32 to the last bit,
-since products and sums come in its order; PEFT itself is not needed.
+Adapters are merged in order. The values equal PEFT's `merge_and_unload` in float32 to the last bit,
+since products and sums have the same order; PEFT itself is not needed.
 LoRA: W + s B A, https://arxiv.org/abs/2106.09685, section 4.1. rsLoRA only has another s: https://arxiv.org/abs/2312.03732.
 DoRA: m (W + s B A) / ||W + s B A||, the norm of each output, https://arxiv.org/abs/2402.09353, equation 5.
 """
@@ -49,9 +49,9 @@ def merge_linear(
     magnitude: torch.Tensor | None = None,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """W (out, in) with A (r, in), B (out, r), and m (out) of DoRA; all float32.
+    """Merge W (out, in) with A (r, in), B (out, r), and DoRA's m (out); all float32.
 
-    W is (in, out) where it is stored `transposed`, as embeddings (tokens, width) are.
+    W is (in, out) if it is stored `transposed`, as embeddings (tokens, width) are.
     """
     delta = b @ a
     delta = (delta.T if transposed else delta) * scale
@@ -70,17 +70,17 @@ class Change(NamedTuple):
 
     apply: Callable[[torch.Tensor], torch.Tensor]
     puts: bool = False  # the new values do not depend on the old ones
-    copies: int = 3  # of the tensor in memory: the values before and after, and the update
+    copies: int = 3  # copies of the tensor in memory: old values, new values, and the update
 
 
 class AdapterTargets:
-    """The tensors of `base` that the adapters change, and how; raises SourceError for one that has no place.
+    """The tensors of `base` that the adapters change, and how; raises SourceError for an unknown one.
 
     An adapter names modules of transformers' model; a checkpoint may have other names, transposed layers, or one tensor
     for embedding and head. A tied head gets its own weights if an adapter changes only one of the two.
 
-    `tensors` and `config` are those of the merged model, `changes` the changes of each tensor. `copies`: tensors that
-    the base model ties to another one, and the other's name.
+    `tensors` and `config` are the merged model's; `changes` are the changes of each tensor. `copies`: tensors that
+    the base model ties to another tensor, with that tensor's name.
     """
 
     def __init__(self, base: Source, adapters: Iterable[Adapter]) -> None:
@@ -116,7 +116,7 @@ class AdapterTargets:
             self._add(adapter, path, update)
 
     def _path(self, path: str) -> str:
-        """Return the path in transformers' model of the module that an adapter calls `path`, if it is there."""
+        """Return the path in transformers' model of the adapter's module `path`, or None."""
         path = path if self._base.text_prefixes is None else self._base.text_prefixes.alone(path)
         names = (path, self._prefix + path, path.removeprefix(self._prefix))
         return next((name for name in names if self._module(name) is not None), path)
@@ -128,7 +128,7 @@ class AdapterTargets:
         return None
 
     def _stored(self, path: str, leaf: str) -> str | None:
-        """The name of a module's tensor in the checkpoint, if the checkpoint has it."""
+        """Return the name of a module's tensor in the checkpoint, or None."""
         plain, origins = f"{path}.{leaf}", self._skeleton.origins.items()
         for name in (plain, *(other for other, one in origins if one.name == plain and one.expert is None)):
             for stored in (name, name.removeprefix(self._prefix), self._prefix + name):
@@ -138,13 +138,13 @@ class AdapterTargets:
 
     def _place(self, adapter: Adapter, path: str, leaf: str) -> str:
         if (stored := self._stored(path, leaf)) is None:
-            raise _wrong(adapter, f"{path}.{leaf}", f"has no place: {self._base.model} has no such tensor")
+            raise _wrong(adapter, f"{path}.{leaf}", f"does not fit: {self._base.model} has no such tensor")
         return stored
 
     def _untie(self, adapter: Adapter, updates: dict[str, LowRank], replaced: dict[str, TensorInfo]) -> None:
-        """Give the tied head its own weights, unless the adapter changes neither end, or both alike.
+        """Give the tied head its own weights, unless the adapter changes neither end or both equally.
 
-        Alike: the low-rank matrices of the one are the transposes of the other's.
+        Equally: the low-rank matrices of one are the transposes of the other's.
         """
         embedding, head = self._ends
         first, last = updates.get(embedding), updates.get(head)
@@ -174,21 +174,21 @@ class AdapterTargets:
         path, _, leaf = name.rpartition(".")
         stored = self._place(adapter, path, leaf)
         shape = self.tensors[stored].shape
-        # A table of tokens may have another number of rows; both ends must have the same in the end.
+        # A token table may have another number of rows, but both ends must have the same number.
         if info.shape != shape and not (path in self._ends and leaf == "weight" and info.shape[1:] == shape[1:]):
-            raise _wrong(adapter, name, f"has the shape {info.shape}, and {shape} in {self._base.model}")
+            raise _wrong(adapter, name, f"has the shape {info.shape}, but {shape} in {self._base.model}")
         self._change(stored, info.shape, Change(lambda _: _read(adapter, info), puts=True))
 
     def _add(self, adapter: Adapter, path: str, update: LowRank) -> None:
         module, stored = self._module(path), self._place(adapter, path, "weight")
         if module is not None and isinstance(module, nn.Embedding) != update.table:
             kind = "an embedding" if update.table else "a linear layer"
-            raise _wrong(adapter, path, f"is changed like {kind}, and is none in {self._base.model}")
+            raise _wrong(adapter, path, f"is changed like {kind}, but is not one in {self._base.model}")
         transposed = update.table or f"{path}.weight" in self._transposed
         shape, own = self.tensors[stored].shape, (update.b.shape[0], update.a.shape[1])
         own = own[::-1] if transposed else own
         if shape != own:
-            raise _wrong(adapter, path, f"is changed as one of {own}, and it is {shape} in {self._base.model}")
+            raise _wrong(adapter, path, f"is changed as one of {own}, but it is {shape} in {self._base.model}")
 
         def merge(value: torch.Tensor) -> torch.Tensor:
             magnitude = None if update.magnitude is None else _read(adapter, update.magnitude)
@@ -212,7 +212,7 @@ class AdapterTargets:
         counts = {path: self.tensors[name].rows for path, name in stored.items()}
         if len(set(counts.values())) > 1:
             rows = ", ".join(f"{count} of {path}" for path, count in counts.items())
-            raise SourceError(f"{self._base.model} has other numbers of tokens at its ends with its adapters: {rows}")
+            raise SourceError(f"{self._base.model} has unequal numbers of tokens in embedding and head: {rows}")
         for name in stored.values():
             if name in self._base.tensors and self.tensors[name].rows != self._base.tensors[name].rows:
                 self.config["vocab_size"] = self.tensors[name].rows
@@ -227,7 +227,7 @@ def _read(adapter: Adapter, info: TensorInfo) -> torch.Tensor:
 
 
 class AdaptedSource(OverriddenSource):
-    """`base` with `adapters`. Raises SourceError for a tensor of theirs that has no place in it."""
+    """`base` with `adapters`. Raises SourceError for an adapter's tensor that does not fit."""
 
     def __init__(self, base: Source, adapters: Iterable[Adapter]) -> None:
         adapters = tuple(adapters)
@@ -247,16 +247,16 @@ class AdaptedSource(OverriddenSource):
         names = ", ".join(f"{adapter.name} ({adapter.kind})" for adapter in adapters)
         notes = [f"{names} merged in float32 into {len(overrides)} of {len(self.tensors)} tensors"]
         if "tie_word_embeddings" in config:
-            notes.append("the head has weights of its own now: the adapter changes only one of embedding and head")
+            notes.append("the head now has its own weights, since the adapter changes only embedding or head")
         if any(adapter.unwrapped for adapter in adapters):
-            notes.append("a module wrapper's prefix was cut from the names of an adapter's tensors")
+            notes.append("a wrapper's prefix was removed from the names of an adapter's tensors")
         if (folder := self._tokenizer_folder) is not None:
-            notes.append(f"the tokenizer is the one that lies beside the adapter {folder.resolve().name}")
+            notes.append(f"the tokenizer is from the folder of the adapter {folder.resolve().name}")
         self.own_notes = tuple(notes)
 
     @cached_property
     def hashes(self) -> dict[str, str]:
-        """Those of the base model's files, and of each adapter's files under its number."""
+        """Return the hashes of the base model's files, and of each adapter's files with its number."""
         return self.base.hashes | {
             f"adapter {number}: {name}": digest
             for number, adapter in enumerate(self.adapters, 1)
@@ -277,7 +277,7 @@ class AdaptedSource(OverriddenSource):
         return self._latest[1][start:stop]
 
     def side_files(self) -> dict[str, Path]:
-        """Return the base model's side files, with the tokenizer's files of the last adapter that has some."""
+        """Return the base model's side files, with the tokenizer's files of the last adapter that has any."""
         files = self.base.side_files()
         if (folder := self._tokenizer_folder) is None:
             return files
@@ -286,7 +286,7 @@ class AdaptedSource(OverriddenSource):
 
     @cached_property
     def _tokenizer_folder(self) -> Path | None:
-        """The folder of the last adapter with a tokenizer, if its files differ from the base model's."""
+        """Return the folder of the last adapter with a tokenizer, if its files differ from the base model's."""
         for adapter in reversed(self.adapters):
             if find_side_files(adapter.folder, VOCABULARIES):
                 refuse_side_files(adapter.folder)
@@ -296,7 +296,7 @@ class AdaptedSource(OverriddenSource):
         return None
 
     def copy_side_files(self, folder: Path) -> None:
-        """Copy the side files; the base model may make its own."""
+        """Copy the side files; the base model may create its own."""
         self.base.copy_side_files(folder)
         if self._tokenizer_folder is not None:
             for path in find_side_files(folder, TOKENIZER_FILES).values():
@@ -304,12 +304,11 @@ class AdaptedSource(OverriddenSource):
             copy_files(self.side_files(), folder)
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer of the side files."""
         return self.base.tokenizer() if self._tokenizer_folder is None else self._own_tokenizer
 
     @cached_property
     def _own_tokenizer(self) -> Any:
-        # As it is loaded from an artifact: transformers asks config.json for its class.
+        # As for an artifact: transformers takes the tokenizer's class from config.json.
         with temporary_folder() as folder:
             (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
             self.copy_side_files(folder)

@@ -2,7 +2,7 @@
 
 Fields: https://huggingface.co/docs/peft/package_reference/lora, names of tensors:
 https://huggingface.co/docs/peft/developer_guides/checkpoint. An unknown field with a value is refused: it may change
-the result. Not supported: other kinds than LoRA, rsLoRA and DoRA, and initial values that change the base model's own
+the result. Not supported: kinds other than LoRA, rsLoRA and DoRA, and initial values that change the base model's
 weights (pissa, olora, corda, loftq, lora_ga).
 """
 
@@ -29,19 +29,19 @@ from quantkit.system.files import sha256_of
 from quantkit.system.untrusted import full_matches, inside, path_of, read_object, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST_CONFIG = 1 << 22  # bytes; one with a rank for each of 10,000 layers has a tenth of it
+MOST_CONFIG = 1 << 22  # bytes; a file with a rank for each of 10,000 layers has a tenth of it
 MERGE_FIRST = "Merge it with peft (merge_and_unload) and give the merged folder as MODEL."
 AGAIN = "Save the adapter again with peft's save_pretrained."
 PREFIX = "base_model.model."
-NEW_ROWS = "new_embeddings.safetensors"  # of tokens that the base model lacks, as vLLM once read them
-# Fields that do not matter: the tensors decide which layers have updates.
+NEW_ROWS = "new_embeddings.safetensors"  # rows for tokens that the base model lacks, which old vLLM versions read
+# Ignored fields: the tensors decide which layers have updates.
 IDLE = (
     *("peft_type", "base_model_name_or_path", "task_type", "revision", "inference_mode", "lora_dropout", "bias"),
     *("auto_mapping", "peft_version", "megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "qalora_group_size", "modules_to_save", "fan_in_fan_out"),
 )
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
-# Parts of a layer's update by the ends of their names.
+# Parts of a layer's update, by the endings of their names.
 PARTS = {
     "lora_A.weight": "A",
     "lora_B.weight": "B",
@@ -85,26 +85,26 @@ class AdapterConfig(BaseModel):
 class LowRank:
     """The update of a layer's weight: B A times `scale`."""
 
-    table: bool  # it is an embedding
-    a: TensorInfo  # (r, in); of an embedding (r, tokens)
-    b: TensorInfo  # (out, r); of an embedding (width, r)
+    table: bool  # whether it is an embedding
+    a: TensorInfo  # (r, in); for an embedding (r, tokens)
+    b: TensorInfo  # (out, r); for an embedding (width, r)
     scale: float
-    magnitude: TensorInfo | None  # of DoRA
+    magnitude: TensorInfo | None  # DoRA's
     bias: TensorInfo | None  # added to the layer's bias
 
 
 class Adapter:
-    """The adapter in `folder`: `updates` by layer and `replaced` tensors by name, as in transformers' model.
+    """The adapter in `folder`: `updates` by layer and `replaced` tensors by name, with transformers' names.
 
-    `unwrapped`: wrapper prefixes were cut from its names. Raises SourceError for damaged files, UnsupportedError for a
-    kind that is not merged.
+    `unwrapped`: wrapper prefixes were removed from names. Raises SourceError for damaged files, UnsupportedError for a
+    kind that quantkit cannot merge.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.resolve().name
         if (folder / NEW_ROWS).exists():
-            raise SourceError(f"{folder} adds rows to the embedding ({NEW_ROWS}), which are not merged. {MERGE_FIRST}")
+            raise SourceError(f"{folder} adds rows to the embedding ({NEW_ROWS}): not supported. {MERGE_FIRST}")
         self._config = config = read_config(folder)
         self.kind = "DoRA" if config.use_dora else "rsLoRA" if config.use_rslora else "LoRA"
         stored = read_header(_weights(folder))
@@ -115,7 +115,7 @@ class Adapter:
         for name, info in tensors.items():
             self._sort(name, info, parts)
         if not parts and not self.replaced:
-            raise SourceError(f"{folder / WEIGHTS} holds no tensors. {AGAIN}")
+            raise SourceError(f"{folder / WEIGHTS} has no tensors. {AGAIN}")
         self._refuse_left_out(parts)
         ranks = self._by_pattern("rank_pattern", config.rank_pattern, list(parts), config.r)
         alphas = self._by_pattern("alpha_pattern", config.alpha_pattern, list(parts), config.lora_alpha)
@@ -127,21 +127,20 @@ class Adapter:
             for start, stop in info.slabs():
                 data = read_rows(folder, info, start, stop).view(STORED[info.dtype])
                 if bad := count_unusable(data, info.dtype):
-                    raise self._wrong(name, f"holds {bad} NaN or infinite values or such beyond 2^64")
+                    raise self._wrong(name, f"has {bad} NaN or infinite values, or values above 2^64")
 
     @cached_property
     def entry(self) -> AdapterEntry:
-        """The adapter's entry in a manifest."""
         hashes = {name: sha256_of(self.folder / name) for name in (CONFIG, WEIGHTS)}
         return AdapterEntry(name=self.name, kind=self.kind, hashes=hashes)
 
     def values(self, info: TensorInfo) -> NDArray[np.float32]:
-        """One of its tensors in float32."""
+        """Return one of its tensors in float32."""
         data = read_rows(self.folder, info, 0, info.rows).view(STORED[info.dtype])
         return to_float32(data.reshape(info.shape), info.dtype)
 
     def equal(self, one: TensorInfo, other: TensorInfo, transposed: bool = False) -> bool:
-        """Whether two of its tensors hold the same numbers; `transposed`: the one is the other's transpose."""
+        """Return whether two of its tensors are equal; `transposed`: whether one is the other's transpose."""
         if one.shape != (other.shape[::-1] if transposed else other.shape):
             return False
         a, b = self.values(one), self.values(other)
@@ -154,9 +153,9 @@ class Adapter:
         return SourceError(f"{self.folder / WEIGHTS} lacks the tensor {shown(tensor)}: {why}. {AGAIN}")
 
     def _sort(self, name: str, info: TensorInfo, parts: dict[str, dict[str, TensorInfo]]) -> None:
-        """Put a tensor among the `parts` of a layer's update, or among those that are replaced."""
+        """Add a tensor to the `parts` of a layer's update, or to the replaced tensors."""
         if not name.startswith(PREFIX):
-            raise self._wrong(name, f"is no part of a model: its name does not begin with {PREFIX}")
+            raise self._wrong(name, f"is not a part of a model: its name does not begin with {PREFIX}")
         if info.dtype not in FLOATS:
             raise self._wrong(name, f"is stored as {info.dtype}, not as floats")
         if not info.parameters:
@@ -164,15 +163,15 @@ class Adapter:
         own = name.removeprefix(PREFIX)
         if (part := PART.fullmatch(own)) is not None:
             parts[part[1]][PARTS[part[2]]] = info
-        elif ".original_module." in own:  # the base model's own, which peft no longer uses
+        elif ".original_module." in own:  # the base model's tensor, which peft no longer uses
             return
         elif OF_OTHERS.search(own):
-            raise self._wrong(name, "is of no kind that is merged", MERGE_FIRST)
+            raise self._wrong(name, "is of a kind that quantkit cannot merge", MERGE_FIRST)
         else:
             plain = own.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
             other = self.replaced.setdefault(plain, info)
             if other is not info and not self.equal(other, info):
-                raise self._wrong(name, f"has other values than {PREFIX}{plain}")
+                raise self._wrong(name, f"differs from {PREFIX}{plain}")
 
     def _by_pattern(
         self, field: str, patterns: Mapping[str, Value] | None, paths: list[str], default: Value
@@ -184,11 +183,11 @@ class Adapter:
         return {path: next((value for value, matched in pairs if path in matched), default) for path in paths}
 
     def _refuse_left_out(self, parts: Mapping[str, Mapping[str, TensorInfo]]) -> None:
-        """Raise SourceError for a layer that the configuration leaves out: peft would not change it."""
+        """Raise SourceError for a layer that the configuration excludes, since peft would not change it."""
         config = self._config
-        # A head that is tied to the embedding repeats its update and is not named.
+        # A head that is tied to the embedding repeats the embedding's update and is not named.
         paths = [path for path in parts if not (config.ensure_weight_tying and self._repeats_table(path, parts))]
-        left_out: dict[str, str] = {}  # the field that leaves a path out
+        left_out: dict[str, str] = {}  # path -> the field that excludes it
         for field, named in (("target_modules", config.target_modules), ("exclude_modules", config.exclude_modules)):
             if named and named != "all-linear":
                 matched = self._named(field, named, paths)
@@ -199,16 +198,16 @@ class Adapter:
             names = [lists] if isinstance(lists, str) else lists
             left_out |= {path: "layers_to_transform" for path in paths if _layer_of(path, names) not in numbers}
         for path, field in left_out.items():
-            raise self._wrong(f"{path}.lora_*", f"changes a layer that {field} of {CONFIG} leaves out")
+            raise self._wrong(f"{path}.lora_*", f"changes a layer that {field} of {CONFIG} excludes")
 
     def _named(self, field: str, named: str | list[str], paths: list[str]) -> frozenset[str]:
-        """Return the paths that an expression matches, or that end in one of the names."""
+        """Return the paths that an expression matches, or that end with one of the names."""
         if isinstance(named, str):
             return full_matches([named], paths, f"{self.folder / CONFIG}: {field}", SourceError)[0]
         return frozenset(path for path in paths if f".{path}".endswith(tuple(f".{name}" for name in named)))
 
     def _repeats_table(self, path: str, parts: Mapping[str, Mapping[str, TensorInfo]]) -> bool:
-        """Whether the matrices of a linear layer are those of an embedding, transposed."""
+        """Return whether the matrices of a linear layer are an embedding's, transposed."""
         own = parts[path]
         return {"A", "B"} <= own.keys() and any(
             self.equal(own["A"], other["table B"], True) and self.equal(own["B"], other["table A"], True)
@@ -219,17 +218,17 @@ class Adapter:
     def _update(self, path: str, parts: dict[str, TensorInfo], rank: int, alpha: float) -> LowRank:
         table = "table A" in parts or "table B" in parts
         if table and not parts.keys().isdisjoint(("A", "B", "bias")):
-            raise self._wrong(f"{path}.lora_A", "is of a linear layer, and others are of an embedding")
+            raise self._wrong(f"{path}.lora_A", "is of a linear layer, but others are of an embedding")
         config, stem = self._config, f"{path}.lora_{'embedding_' if table else ''}"
         if table:
             parts = {kind.removeprefix("table "): info for kind, info in parts.items()}
         for kind in "AB":
             if kind not in parts:
-                raise self._lacks(f"{stem}{kind}", "A and B belong together")
+                raise self._lacks(f"{stem}{kind}", "both A and B are needed")
         a, b = parts["A"], parts["B"]
         for name, info, place in ((f"{stem}A", a, 0), (f"{stem}B", b, 1)):
             if len(info.shape) != 2 or info.shape[place] != rank:
-                raise self._wrong(name, f"has the shape {info.shape}, and {CONFIG} says rank {rank}")
+                raise self._wrong(name, f"has the shape {info.shape}, but {CONFIG} has the rank {rank}")
         for kind, part, key, wanted in (
             ("magnitude", "magnitude_vector", "use_dora", bool(config.use_dora)),
             ("bias", "B.bias", "lora_bias", bool(config.lora_bias) and not table),
@@ -238,7 +237,7 @@ class Adapter:
             if wanted and kind not in parts:
                 raise self._lacks(name, f"{CONFIG} says {key} = true")
             if kind in parts and not wanted:
-                raise self._wrong(name, f"is there, and {CONFIG} does not say {key} = true")
+                raise self._wrong(name, f"is there, but {CONFIG} does not set {key} = true")
             if kind in parts and parts[kind].shape != (b.shape[0],):
                 raise self._wrong(name, f"has the shape {parts[kind].shape}, not {(b.shape[0],)}")
         scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
@@ -246,7 +245,7 @@ class Adapter:
 
 
 def _layer_of(path: str, lists: list[str]) -> int | None:
-    """Return the number of the layer in a path, in one of these lists of layers, or in any."""
+    """Return the layer number in a path, in one of these lists of layers, or in any."""
     parts = path.split(".")
     for place in range(1, len(parts) - 1):
         if parts[place].isdecimal() and (not lists or parts[place - 1] in lists):
@@ -255,7 +254,7 @@ def _layer_of(path: str, lists: list[str]) -> int | None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no model."""
+    """Return whether a folder has an adapter and no model."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
 
 
@@ -266,28 +265,27 @@ def base_of(folder: Path) -> str | None:
 
 
 def open_adapter(folder: str | Path) -> Adapter:
-    """Open the adapter in `folder`; raises SourceError, and UnsupportedError for a kind that is not merged."""
+    """Open the adapter in `folder`; raises SourceError, and UnsupportedError for a kind that quantkit cannot merge."""
     path = path_of(folder, SourceError)
     if not path.is_dir():
         raise SourceError(
-            f"the adapter {path} is no folder. Give the folder that holds {CONFIG} and {WEIGHTS}; one of the hub is "
-            "fetched with: hf download ORG/NAME --local-dir FOLDER"
+            f"the adapter {path} is not a folder. Give the folder with {CONFIG} and {WEIGHTS}; fetch one of the hub "
+            "with: hf download ORG/NAME --local-dir FOLDER"
         )
     return Adapter(path)
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Read adapter_config.json; raises SourceError for a damaged file, UnsupportedError for what is not merged."""
+    """Read adapter_config.json; raises SourceError for a damaged file, UnsupportedError for unmergeable settings."""
     path = folder / CONFIG
     if not path.is_file():
-        raise SourceError(f"{folder} has no {CONFIG}, so it is no adapter. Give the folder that holds it.")
+        raise SourceError(f"{folder} has no {CONFIG}, so it is not an adapter. Give the folder that has it.")
     if not inside(folder, path):
         raise SourceError(f"{path} is a link out of the adapter's folder. Put the file itself there.")
     values = read_object(path, SourceError, AGAIN, MOST_CONFIG)
     if (kind := values.get("peft_type")) != "LORA":
         raise UnsupportedError(
-            f"{folder} is an adapter of the kind {shown(kind)}. Only LoRA is merged here. If its kind changes weights: "
-            f"{MERGE_FIRST}"
+            f"{folder} is an adapter of the kind {shown(kind)}. quantkit merges only LoRA. For others: {MERGE_FIRST}"
         )
     try:
         config = AdapterConfig.model_validate(values)
@@ -297,14 +295,14 @@ def read_config(folder: Path) -> AdapterConfig:
         raise SourceError(f"{path}: {key} is {shown(first['input'])}: {first['msg']}. {AGAIN}") from None
     for key, value in (config.model_extra or {}).items():
         if key not in IDLE and value not in (None, False, "", [], {}):
-            raise UnsupportedError(f"{path} sets {shown(key)} ({shown(value)}), which is not merged. {MERGE_FIRST}")
+            raise UnsupportedError(f"{path} sets {shown(key)} ({shown(value)}), which is unsupported. {MERGE_FIRST}")
     if config.init_lora_weights not in KEEPS_BASE:
         raise UnsupportedError(
-            f"{path}: init_lora_weights is {shown(config.init_lora_weights)}, which changes the base model's own "
-            "weights, too. Save the adapter with peft's path_initial_model_for_weight_conversion, or merge it."
+            f"{path}: init_lora_weights is {shown(config.init_lora_weights)}, which also changes the base model's "
+            "weights. Save the adapter with peft's path_initial_model_for_weight_conversion, or merge it."
         )
     if config.use_dora and config.lora_bias:
-        raise UnsupportedError(f"{path}: use_dora with lora_bias is not merged: peft's own merge is not exact there")
+        raise UnsupportedError(f"{path}: use_dora with lora_bias is not merged, as peft's own merge is not exact")
     return config
 
 
@@ -320,4 +318,4 @@ def _weights(folder: Path) -> Path:
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded. "
             f"Give an adapter with {WEIGHTS}."
         )
-    raise SourceError(f"{folder} holds no {WEIGHTS}. Give the folder that peft's save_pretrained wrote.")
+    raise SourceError(f"{folder} has no {WEIGHTS}. Give the folder that peft's save_pretrained wrote.")

@@ -1,9 +1,9 @@
 """Architectures as data, by `model_type`: which ones are tested, and the names that published checkpoints have.
 
-Tested: a tiny random model of each goes through the tests. The walk sees what the whole model computes, transformers
-computes the same logits from the values that are read back, and where AWQ scales, the model computes the same. Any
-other decoder of transformers whose blocks hold linear layers is taken, too, with a note that nobody has tried it; what
-transformers' code raises for it becomes one line (`running`). Of a tested architecture every error passes: it is a bug.
+Tested: the tests run a tiny random model of each. The walk computes what the whole model computes, transformers
+computes the same logits from values that are read back, and scaling by AWQ does not change the model. Other decoders
+of transformers with linear layers in their blocks work, too, with a note that they are untested; an error of
+transformers' code becomes one line (`running`). For a tested architecture every error passes through: it is a bug.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ MIXTURES = (
 )  # fmt: skip
 PROVEN = frozenset(DENSE + MIXTURES)
 
-FIX = "Another method, such as rtn, or another engine may take it"
-LONGEST_PART = 120  # characters of what names the part that ran
+FIX = "Try another method, such as rtn, or another engine"
+LONGEST_PART = 120  # characters of the name of the part that ran
 
 
 class Signal(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a forward pass early, on purpose: what it was for has been seen."""
+    """Ends a forward pass early, on purpose."""
 
 
 @contextmanager
 def running(settings: Any, part: str) -> Iterator[None]:
-    """Raise UnsupportedError, with the model type and the `part` of it that runs, for what foreign code raises inside.
+    """Raise UnsupportedError, with the model type and the running `part`, for exceptions of external code inside.
 
-    `settings` is the configuration of transformers. Errors of proven architectures pass, and so do errors of ours,
-    those of files, interruptions, and what says that memory ran out.
+    `settings` is the transformers configuration. Errors of tested architectures pass, and so do QuantkitErrors,
+    OSErrors, interruptions, and errors of missing memory.
     """
     try:
         yield
@@ -60,57 +60,57 @@ def running(settings: Any, part: str) -> Iterator[None]:
         kind = type(raised).__name__
         reason = reason_of(raised)
         raise UnsupportedError(
-            f"the architecture {shown(settings.model_type)} is untested, and transformers' code of it ended with an "
+            f"the architecture {shown(settings.model_type)} is untested, and transformers' code for it ended with an "
             f"error in {one_line(part, LONGEST_PART)}: {reason if reason.startswith(kind) else f'{kind}: {reason}'}. "
             f"{FIX}"
         ) from raised
 
 
 def is_proven(settings: Any) -> bool:
-    """Whether a model of this configuration, or its text half, goes through the tests."""
+    """Return whether the architecture of this configuration, or of its text half, is tested."""
     return not PROVEN.isdisjoint((settings.model_type, settings.get_text_config(decoder=True).model_type))
 
 
 def block_of(index: int, module: object) -> str:
-    """How messages call a decoder block."""
+    """Return the name of a decoder block in messages."""
     return f"block {index} ({type(module).__name__})"
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Published names of an expert's matrices; the others are empty if transformers has the same."""
+    """Published names of an expert's matrices; other fields are empty if transformers has the same name."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    block: str = ""  # that holds the experts
+    block: str = ""  # the module with the experts
     router: tuple[str, str] = ("", "")  # in transformers and published
     stacks: tuple[str, str] = ("", "")  # of gate and up, and of down
-    sent: bool = False  # the stack is called with all tokens for each expert, zeros for those that it does not get
+    sent: bool = False  # the stack gets all tokens for each expert, with zeros for tokens of other experts
 
 
-Names = Mapping[str, str]  # the published name by that in transformers
+Names = Mapping[str, str]  # transformers' names -> published names
 
 
 @dataclass(frozen=True)
 class PublishedNames:
-    """How published checkpoints of a model type differ from transformers' modules; by names within a block."""
+    """How published checkpoints of a model type differ from transformers' modules; with names within a block."""
 
     experts: ExpertNames = ExpertNames()
     renamed: tuple[str, str] = ("", "")  # a part of the model, in transformers and published
     moved: Names = field(default_factory=dict)  # modules or parameters
-    moved_beside: tuple[str, Names] | None = None  # further ones in blocks that have the part named first
-    written: Names = field(default_factory=dict)  # parts that transformers saves under another name than published
-    split: str = ""  # a convolution that is published as one for each of queries, keys and values
-    # Parts of names of linear layers that are not quantized: published quantized checkpoints leave them alone, or the
-    # classes of all other architectures with such a layer keep it in float32.
+    moved_beside: tuple[str, Names] | None = None  # more of them, in blocks that have the named part
+    written: Names = field(default_factory=dict)  # parts that transformers saves under another name
+    split: str = ""  # a convolution that is published split into queries, keys and values
+    # Parts of names of linear layers that stay unquantized: published checkpoints do not quantize them, or the
+    # classes of all other architectures with such a layer store it in float32.
     left_alone: tuple[str, ...] = ()
 
 
 _W123 = ExpertNames("w1", "w3", "w2")
 _SPARSE = ExpertNames("w1", "w3", "w2", "block_sparse_moe")
 _BIAS = "e_score_correction_bias"
-# By model_type; every other one has the names of transformers.
+# By model_type; all others have transformers' names.
 PUBLISHED = {
     "aria_text": PublishedNames(ExpertNames(stacks=("experts.fc1.weight", "experts.fc2.weight"))),
     "axk1": PublishedNames(moved={"mlp.post_mlp_layernorm": "post_mlp_layernorm"}),
@@ -122,7 +122,7 @@ PUBLISHED = {
             "post_attention_layernorm.mlp.fc1": "post_attention_layernorm.W_down",
             "post_attention_layernorm.mlp.fc2": "post_attention_layernorm.W_up",
         },
-        left_alone=("W_down", "W_up"),  # gates of norms
+        left_alone=("W_down", "W_up"),  # norms' gates
     ),
     "bailing_hybrid": PublishedNames(
         renamed=("model.embed_tokens", "model.word_embeddings"),
@@ -161,7 +161,7 @@ PUBLISHED = {
             "self_attn.forget_gate.f_b_proj": "self_attn.f_b_proj",
             "self_attn.forget_gate.dt_bias": "self_attn.dt_bias",
             "self_attn.forget_gate.A_log": "self_attn.A_log",
-            "mlp.shared_experts": "block_sparse_moe.shared_experts",  # they go there with their block
+            "mlp.shared_experts": "block_sparse_moe.shared_experts",  # they move with their block
         },
         written={"mlp": "block_sparse_moe"},
         split="self_attn.conv1d",
@@ -195,5 +195,5 @@ PUBLISHED = {
 
 
 def published_names(kind: str) -> PublishedNames:
-    """Return what is known of a model type."""
+    """Return the published names of a model type."""
     return PUBLISHED.get(kind, PublishedNames())

@@ -1,10 +1,10 @@
-"""What AWQ scales, and where the inverse is folded: known by model type, or found by running a block.
+"""Find what AWQ can scale and where the inverse is folded: known by model type, or found by running a block.
 
 AWQ multiplies columns of linear layers by a scale. The model's function stays the same if the layer before them (a norm
 or a linear layer) divides its output, and all readers of this output are scaled. `MAPPINGS` has these layers of some
-architectures. For all others there are candidates: a norm and the readers of its output, a linear layer and those that
-ran before it in the same part of the block. A candidate counts if a block with random weights gives the same outputs
-after random scales were folded, also with weights so large that a model that clips values would clip them, and if the
+architectures. For all others, candidates are: a norm and the readers of its output; a linear layer and layers that
+ran before it in the same part of the block. A candidate is valid if a block with random weights has the same outputs
+after random scales are folded, even with weights so large that clipping would show, and if the
 outputs depend on it.
 """
 
@@ -27,22 +27,22 @@ from quantkit.models.unfuse import EXPERT, Experts
 Fused = Literal["", "qkv", "qkv_by_group", "kv_by_head", "gate_up"]
 FUSED: tuple[Fused, ...] = get_args(Fused)
 MAGNITUDE = 1024.0  # of the weights in the second trial
-TOLERANCE = 1e-5  # of the largest output: powers of two are folded without a rounding error
-OFFSETS = (0.0, 1.0)  # what norms add to their weights
+TOLERANCE = 1e-5  # of the largest output; powers of two are folded without rounding errors
+OFFSETS = (0.0, 1.0)  # constants that norms add to their weights
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Input channels of `layers` can be scaled because `before` can take the inverse.
+    """Input channels of `layers` can be scaled, since the inverse can be folded into `before`.
 
-    Names are those within a block; `*` stands for every expert. `fused`: only the rows of `before` that `layers` read
+    Names are within a block; `*` means every expert. `fused`: only the rows of `before` that `layers` read
     take the inverse: the values of a stacked `qkv`, also if each group of heads has its q, k, v (`qkv_by_group`), or
     each head its k, v (`kv_by_head`); the second half of `gate_up`.
     """
 
     before: str  # a norm or a linear layer
     layers: tuple[str, ...]
-    follow: tuple[str, ...] = ()  # unquantized readers of the same output, such as a router
+    follow: tuple[str, ...] = ()  # other unquantized readers of the same output, such as a router
     fused: Fused = ""
     offset: float = 0.0  # the norm multiplies by weight + offset
 
@@ -59,7 +59,7 @@ _EXPERTS = (
     Scaling("post_attention_layernorm", ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"), ("mlp.gate",)),
     Scaling("mlp.experts.*.up_proj", ("mlp.experts.*.down_proj",)),
 )
-# By model type, in the order in which they are searched; no setting of these types changes them.
+# By model type, in search order; no setting of these types changes them.
 MAPPINGS: dict[str, tuple[Scaling, ...]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "smollm3"), _ATTENTION + _MLP),
     "qwen3_moe": _ATTENTION + _EXPERTS + _MLP,  # some of its blocks may have no experts
@@ -82,7 +82,7 @@ MAPPINGS: dict[str, tuple[Scaling, ...]] = {
 
 
 def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
-    """Yield a scaling for each expert that `*` stands for, in a block whose weights have the names `stems`."""
+    """Yield a scaling for each expert that `*` matches, in a block with weights named `stems`."""
 
     def named(name: str) -> Iterator[str]:
         if "*" not in name:
@@ -98,7 +98,7 @@ def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
 
 
 def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tensor:
-    """Return the indices of those of the `rows` of the layer before that become the `columns` inputs of the next.
+    """Return the indices of the previous layer's `rows` that become the next layer's `columns` inputs.
 
     They are fewer than `columns` if several of the `heads` query heads read one value head.
     """
@@ -116,7 +116,7 @@ def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tens
 
 
 def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
-    """Whether a layer before with this number of rows can be `fused`; the arguments are those of `rows_before`."""
+    """Return whether a previous layer with this number of rows can be `fused`; for arguments see `rows_before`."""
     if fused == "gate_up" or rows == columns:
         return (rows == columns) == (fused == "") and rows in (columns, 2 * columns)
     size = columns // heads
@@ -157,7 +157,7 @@ def fold(
 ) -> None:
     """Scale the columns of the layers in `values` (float32, by full name) by `scale` (K,); divide the layer before.
 
-    `heads` are those of `heads_of`; query heads that read one value head have equal scales.
+    `heads`: see `heads_of`; query heads that read one value head have equal scales.
     """
     for name in scaling.layers + scaling.follow:
         values[f"{prefix}{name}.weight"] = values[f"{prefix}{name}.weight"] * scale
@@ -181,9 +181,9 @@ _found: WeakKeyDictionary[nn.Module, list[list[Scaling]]] = WeakKeyDictionary()
 
 
 def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[Scaling]]:
-    """Return the scalings of each block, in the order in which to search them.
+    """Return the scalings of each block, in search order.
 
-    A skeleton is tried out once. Raises UnsupportedError if its blocks cannot be tried out.
+    A skeleton's blocks are run once. Raises UnsupportedError if they cannot be run one by one.
     """
     if skeleton.model not in _found:
         blocks: list[list[Scaling]] = [[] for _ in skeleton.blocks]
@@ -212,7 +212,7 @@ def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, in
 
 
 class _Trial:
-    """Compares the outputs of a block, and the values that it shares, with those after a change of weights."""
+    """Compares a block's outputs and shared values before and after a change of weights."""
 
     def __init__(self, block: StandIn) -> None:
         self._block = block
@@ -221,7 +221,7 @@ class _Trial:
         self._outputs = block.run(self._values)
 
     def same_after(self, scalings: list[Scaling]) -> bool:
-        """Whether the outputs stay the same when random scales are folded."""
+        """Return whether folding random scales preserves the outputs."""
         changed = dict(self._values)
         for scaling in scalings:
             for one in written_out(scaling, self._stems):
@@ -230,7 +230,7 @@ class _Trial:
         return self._same(changed)
 
     def depends_on(self, scaling: Scaling) -> bool:
-        """Whether the outputs depend on the scaled layers: not on an indexer of fewer tokens than it may keep."""
+        """Return whether the outputs depend on the scaled layers, which is false for an indexer with few tokens."""
         changed = dict(self._values)
         for one in written_out(scaling, self._stems):
             for layer in one.layers:
@@ -239,7 +239,7 @@ class _Trial:
         return not self._same(changed)
 
     def _same(self, values: dict[str, torch.Tensor]) -> bool:
-        """Whether the outputs with these weights are the same; not if any is NaN."""
+        """Return whether the outputs are the same with these weights; false if any is NaN."""
         pairs = zip(self._block.run(values), self._outputs, strict=True)
         return all(bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()) for ours, theirs in pairs)
 
@@ -254,19 +254,19 @@ def _tested_scalings(block: StandIn) -> list[Scaling]:
             value.data *= MAGNITUDE
     trial = _Trial(block)
     found = [one for one in found if trial.same_after([one])]
-    # Together, as they will be folded.
+    # Fold all together, as the method will.
     return found if trial.same_after(found) else []
 
 
 def _random_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
-    """Powers of two from 1/4 to 4, equal for query heads that read one value head."""
+    """Return powers of two from 1/4 to 4, equal for query heads that read one value head."""
     total, shared = heads
     drawn = torch.randint(-2, 3, (shared, 1, columns // total), generator=torch.Generator().manual_seed(columns))
     return torch.pow(2.0, drawn).expand(shared, total // shared, -1).reshape(-1)
 
 
 def _candidates(block: StandIn, seen: Seen) -> list[list[Scaling]]:
-    """Return the scalings to try, in the order in which they are searched; the first valid one of each list counts."""
+    """Return the scalings to try, in search order; the first valid one of each list is used."""
     choices: list[tuple[int, list[Scaling]]] = []
     fed: set[str] = set()
     for name, module in block.module.named_modules():
@@ -286,14 +286,14 @@ def _candidates(block: StandIn, seen: Seen) -> list[list[Scaling]]:
 
 
 def _readers(block: StandIn, seen: Seen, norm: str, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the linear layers that read a norm's output, those of experts first, and other readers with a weight."""
+    """Return the linear layers that read a norm's output, experts' layers first, and other readers with a weight."""
     out, experts, layers, follow = seen.outputs[norm], [], [], []
     for name in seen.order:
         given, module = seen.inputs.get(name), block.module.get_submodule(name)
         if given is None or given.data_ptr() != out.data_ptr() or given.shape[-1] != width:
             continue
         weight = getattr(module, "weight", None)
-        for inside, part in module.named_modules(prefix=name):  # inputs of experts may be scaled before
+        for inside, part in module.named_modules(prefix=name):  # experts may scale inputs first
             if isinstance(part, Experts):
                 first = [f"{inside}.*.{matrix}" for matrix in part.first]
                 experts += [] if first[0] in experts else first
@@ -305,7 +305,7 @@ def _readers(block: StandIn, seen: Seen, norm: str, width: int) -> tuple[tuple[s
 
 
 def _linears_before(block: StandIn, seen: Seen, name: str) -> list[Scaling]:
-    """Return scalings whose inverse goes into a sibling linear layer that ran before, the latest first."""
+    """Return scalings that fold the inverse into a sibling linear layer that ran before, the latest first."""
     sizes = {layer: tuple(block.module.get_parameter(f"{layer}.weight").shape) for layer in block.linears}
     place = name.rpartition(".")[0]
     siblings = [other for other in block.linears if other.rpartition(".")[0] == place and other in seen.order]

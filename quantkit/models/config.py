@@ -1,4 +1,4 @@
-"""The configuration and the tokenizer that transformers makes of a checkpoint's files, within limits.
+"""Load a checkpoint's configuration and tokenizer with transformers, after checking limits.
 
 Keys of config.json: https://huggingface.co/docs/transformers/main_classes/configuration
 """
@@ -24,7 +24,7 @@ from quantkit.system.modules import importing
 from quantkit.system.untrusted import DEEPEST, depth_exceeds, read_object, reraise_as, shown, silenced, whole_number
 
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
-# Architectures with a table of positions, which ends.
+# Architectures with a position table of limited length.
 TABLES = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt")
 ADD_ROWS = (
     "add the rows with transformers: model.resize_token_embeddings(max(tokenizer.get_vocab().values()) + 1); "
@@ -33,12 +33,12 @@ ADD_ROWS = (
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
 Range = tuple[Callable[[float], bool], str]
-# Limits of a config.json, far beyond every published model. transformers believes any value: a billion layers are an
+# Limits of a config.json, far above published models. transformers accepts any value: a billion layers are an
 # endless loop, a head size of zero is a division by zero.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-MOST_EXPERTS_OF_ALL = 100_000  # of all layers together
-# Whole numbers: least and most.
+MOST_EXPERTS_OF_ALL = 100_000  # in all layers together
+# Integers: minimum and maximum.
 NUMBERS: Mapping[tuple[str, ...], tuple[int, int]] = {
     ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): (1, 1 << 20),
     ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"): (1, 1 << 24),
@@ -50,8 +50,8 @@ NUMBERS: Mapping[tuple[str, ...], tuple[int, int]] = {
     (*EXPERTS, "num_experts_per_tok"): (0, 4096),
 }
 ROPE = ("rope_parameters", "rope_scaling")
-INFINITE = ("time_step_limit",)  # settings that may hold infinity
-# Numbers, or lists of them, by endings of their names. `IN_ROPE`: inside the settings of RoPE.
+INFINITE = ("time_step_limit",)  # settings that may be infinite
+# Numbers, or lists of them, by endings of their names. `IN_ROPE`: in RoPE settings.
 POSITIVE: Range = (lambda number: number > 0, "a number above 0")
 RANGES: Mapping[tuple[str, ...], Range] = {
     ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"): POSITIVE,
@@ -59,11 +59,11 @@ RANGES: Mapping[tuple[str, ...], Range] = {
     ("_eps", "_epsilon"): (lambda number: 0 <= number < 1, "a number from 0 to 1"),
 }
 IN_ROPE: Mapping[tuple[str, ...], Range] = {**RANGES, ("factor", "beta_fast", "beta_slow"): POSITIVE}
-LARGEST_ID = 1 << 24  # of a token, either way: published models have -1, and ids of tokens without a row
+LARGEST_ID = 1 << 24  # of a token, positive or negative: some published models have -1, or ids without a row
 
 
 def torch_left_out() -> bool:
-    """Whether transformers was imported without torch, so that this process cannot build its models."""
+    """Return whether transformers was imported without torch, so that this process cannot build its models."""
     if "transformers" not in sys.modules:
         return False
     from transformers.utils import is_torch_available
@@ -72,7 +72,7 @@ def torch_left_out() -> bool:
 
 
 def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None:
-    """Raise UnsupportedError for a config.json whose values no model can have.
+    """Raise UnsupportedError for a config.json with impossible values.
 
     `tensors` is the number of the checkpoint's tensors: a decoder block has at least one.
     """
@@ -80,32 +80,32 @@ def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None
         raise UnsupportedError(f"config.json is nested deeper than {DEEPEST} levels. Give the model's own config.json.")
     for where, value in _inside(config, "config.json"):
         if isinstance(value, float) and not math.isfinite(value) and not any(name in where for name in INFINITE):
-            raise UnsupportedError(f"{where} is {value}, which is no finite number. Fix the config.json.")
+            raise UnsupportedError(f"{where} is {value}, which is not a finite number. Fix the config.json.")
         if isinstance(value, dict):
-            values = {str(key): inner for key, inner in value.items()}  # in memory some keys are numbers
+            values = {str(key): inner for key, inner in value.items()}  # in memory, some keys are numbers
             _refuse_numbers(values, where)
             _refuse_ranges(values, where)
             refuse_token_ids(values, where)
     layers = max(_whole(config.get(name)) for name in LAYERS)
     if tensors is not None and layers > tensors:
         raise UnsupportedError(
-            f"config.json counts {layers} decoder blocks, and the checkpoint has {tensors} tensors. "
+            f"config.json counts {layers} decoder blocks, but the checkpoint has {tensors} tensors. "
             "Give the config.json that belongs to these weights."
         )
 
 
 def refuse_token_ids(config: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedError for an impossible id of a special token: transformers' generate() fails at it."""
+    """Raise UnsupportedError for an impossible id of a special token, at which transformers' generate() fails."""
     for name, value in config.items():
         ids = value if isinstance(value, list) else [value]
         good = (number is None or (type(number) is int and abs(number) < LARGEST_ID) for number in ids)
         if name.endswith("_token_id") and not (ids and all(good)):
-            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not the id of a token. Fix it, or remove it.")
+            raise UnsupportedError(f"{where}: {name} is {shown(value)}, not a token id. Fix it or remove it.")
 
 
 def _refuse_ranges(config: Mapping[str, Any], where: str) -> None:
     for name, value in config.items():
-        numbers = value if isinstance(value, list) else [value]  # one for each layer, or each frequency
+        numbers = value if isinstance(value, list) else [value]  # one per layer or frequency
         if name == "layer_rope_theta":
             numbers = [base for base in numbers if base != 0]  # 0: that layer has no rotation
         for ends, (good, what) in (IN_ROPE if any(key in where for key in ROPE) else RANGES).items():
@@ -117,15 +117,15 @@ def _refuse_ranges(config: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_numbers(config: Mapping[str, Any], where: str) -> None:
-    """Check whole numbers, names and mappings."""
+    """Check integers, names and mappings."""
     for names, (least, most) in NUMBERS.items():
         for name in names:
-            if not isinstance(config.get(name), list):  # some architectures have one for each layer
+            if not isinstance(config.get(name), list):  # some architectures have one per layer
                 whole_number(config, name, least, most, where, UnsupportedError)
     layers = max(_whole(config.get(name)) for name in LAYERS)
     experts = max(_whole(config.get(name)) for name in EXPERTS)
     if layers * experts > MOST_EXPERTS_OF_ALL:
-        raise UnsupportedError(f"{where}: {layers} layers of {experts} experts are more than quantkit takes")
+        raise UnsupportedError(f"{where}: {layers} layers of {experts} experts are more than quantkit supports")
     classes = config.get("architectures")
     if not isinstance(classes, list | None) or not all(isinstance(name, str) for name in classes or ()):
         raise UnsupportedError(f"{where}: architectures is {shown(classes)}, not a list of names")
@@ -165,8 +165,8 @@ def open_config(config: dict[str, Any]) -> Any:
     refuse_config(config)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise UnsupportedError(
-            f"the model type {shown(config.get('model_type'))} brings its own code, which quantkit does not run, and "
-            "transformers has none for it. Use an architecture that transformers knows."
+            f"the model type {shown(config.get('model_type'))} needs its own code, which quantkit does not run, and "
+            "transformers does not support it. Use an architecture of transformers."
         )
     with temporary_folder() as folder:
         plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
@@ -177,23 +177,23 @@ def open_config(config: dict[str, Any]) -> Any:
 
 
 def padding_fix(config: Mapping[str, Any]) -> str:
-    """Return what to do about a padding token beyond the embedding, with which torch builds none; else nothing."""
+    """Return the fix for a padding token without a row, which torch's embedding refuses; else an empty string."""
     pad, rows = _stated(config, ("pad_token_id",)), vocabulary_of(config)
     if pad is None or rows is None or pad < rows:
         return ""
-    return f"config.json has pad_token_id = {pad}, and the embedding has {rows} rows: set it to null."
+    return f"config.json has pad_token_id = {pad}, but the embedding has {rows} rows: set it to null."
 
 
 @importing()
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in `folder`; raises SourceError if none there encodes and decodes."""
+    """Load the tokenizer in `folder`; raises SourceError if none can encode and decode."""
     from transformers import AutoTokenizer
 
     refuse_large_files(folder)
-    what = f"{folder} holds no tokenizer that transformers can load"
+    what = f"{folder} has no tokenizer that transformers can load"
     # transformers mistakes a damaged SentencePiece model for one of tiktoken.
     bare = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
-    fix = "If its tokenizer.model should be a SentencePiece model, it is damaged: fetch it again." if bare else ""
+    fix = "Its tokenizer.model may be damaged: fetch it again." if bare else ""
     with _without_code(folder) as place, reraise_as(what, SourceError, fix), silenced():
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     fix = "Fetch the tokenizer's files again."
@@ -225,19 +225,19 @@ def _without_code(folder: Path) -> Iterator[Path]:
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save the tokenizer in `folder` unless its files give it without the model's config.json; raises SourceError."""
+    """Save the tokenizer in `folder`, unless its files load without the model's config.json; raises SourceError."""
     if type(load_tokenizer(folder)) is not type(tokenizer):
         tokenizer.save_pretrained(folder)
 
 
 def _refuse_template(template: Any, folder: Path) -> None:
-    """Raise SourceError for a chat template that is no text, or that jinja cannot parse."""
+    """Raise SourceError for a chat template that is not a string, or that jinja cannot parse."""
     from jinja2 import Environment, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
     class Generation(Extension):
-        """transformers' own tag, which marks what an assistant says."""
+        """transformers' own tag, which marks an assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -248,14 +248,14 @@ def _refuse_template(template: Any, folder: Path) -> None:
     templates = template.values() if isinstance(template, dict) else () if template is None else (template,)
     for text in templates:
         if not isinstance(text, str):
-            raise SourceError(f"the tokenizer in {folder} has the chat template {shown(text)}, which is no text")
+            raise SourceError(f"the tokenizer in {folder} has the chat template {shown(text)}, which is not a string")
         what = f"the chat template of the tokenizer in {folder} cannot be read"
         with reraise_as(what, SourceError, "Fix it, or remove it."):
             Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(text)  # parsed, never rendered
 
 
 def context_of(config: Mapping[str, Any]) -> int:
-    """Return the longest context in tokens, as lm-evaluation-harness finds it; 2048 if not stated."""
+    """Return the longest context in tokens, as lm-evaluation-harness does; 2048 if not stated."""
     context = _stated(config, CONTEXT[:3])
     return 2048 if context is None else context
 
@@ -270,9 +270,9 @@ def note_beyond_context(config: Mapping[str, Any], length: int, what: str) -> st
         return None
     if config.get("model_type") in TABLES:
         raise UnsupportedError(
-            f"{what} of {length} tokens are longer than the {context} positions that the model has. Give shorter ones."
+            f"{what} of {length} tokens are longer than the model's {context} positions. Give shorter ones."
         )
-    return f"{what} of {length} tokens are longer than the context of {context} tokens that the model was made for"
+    return f"{what} of {length} tokens are longer than the model's context of {context} tokens"
 
 
 def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> None:
@@ -280,8 +280,8 @@ def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> 
     rows = vocabulary_of(config)
     if rows is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise SourceError(
-            f"the tokenizer gives {what} the token ids {ids.min()} to {ids.max()}, and the embedding has {rows} rows. "
-            f"Give the tokenizer that belongs to the model, or {ADD_ROWS}"
+            f"the tokenizer gives {what} the token ids {ids.min()} to {ids.max()}, but the embedding has {rows} rows. "
+            f"Use the model's own tokenizer, or {ADD_ROWS}"
         )
 
 
@@ -297,7 +297,7 @@ def _stated(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class Beside:
-    """What goes from block to block for each token."""
+    """The values per token that pass from block to block."""
 
     states: int = 1  # hidden states
     of_text: int = 0  # values that blocks are called with
@@ -305,7 +305,7 @@ class Beside:
 
 
 def beside_states(settings: Any) -> Beside:
-    """Read them from the settings of AltUp, of inputs of each block, and of shared keys and values."""
+    """Return them, from the settings of AltUp, per-block inputs, and shared keys and values."""
 
     def number(name: str) -> int:
         return int(getattr(settings, name, 0) or 0)

@@ -1,7 +1,7 @@
-"""From a causal language model's hidden states to logits, by the model's own code, some positions at a time.
+"""Compute logits from a causal language model's hidden states with the model's own code, some positions at a time.
 
-States enter behind the decoder blocks, or right before the output layer: behind the last norm, where they fit into
-float16. The model's own code (a norm, a bias, a soft cap, a scale) runs from there on: a module that returns the given
+States enter after the decoder blocks, or right before the output layer (after the last norm, where they fit into
+float16). The model's own code (norm, bias, soft cap, scale) runs from there on: a module that returns the given
 states replaces everything before. Positions are independent there, so each is a sequence of its own.
 """
 
@@ -22,13 +22,13 @@ from quantkit.numerics.matmul import product
 if TYPE_CHECKING:
     from quantkit.models.source import Source
 
-SLAB_ELEMENTS = 1 << 23  # of the source's output layer that are in float32 at a time
-NARROW_ELEMENTS = 1 << 21  # of the model's own output layer that are converted at a time
+SLAB_ELEMENTS = 1 << 23  # of the source's output layer in float32 at a time
+NARROW_ELEMENTS = 1 << 21  # of the model's own output layer converted at a time
 HEAD = "its output layer"
 
 
 class _Outputs(tuple[torch.Tensor]):
-    """A decoder's output: its last hidden states, and None for all other attributes."""
+    """A decoder's output: its last hidden states, and None for other attributes."""
 
     @property
     def last_hidden_state(self) -> torch.Tensor:
@@ -39,7 +39,7 @@ class _Outputs(tuple[torch.Tensor]):
 
 
 class _StateInput(StandsFor):
-    """Stands for blocks, or for everything before the output layer: returns `out` for any arguments."""
+    """Replaces blocks, or everything before the output layer: returns `out` for any arguments."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__(block)
@@ -47,7 +47,7 @@ class _StateInput(StandsFor):
 
     @property
     def decoder(self) -> _StateInput:
-        """Some architectures call the decoder inside their base model."""
+        """Return self: some architectures call the decoder inside their base model."""
         return self
 
     def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
@@ -55,7 +55,7 @@ class _StateInput(StandsFor):
 
 
 class _ZeroEmbedding(nn.Module):
-    """Stands for an embedding whose output is not needed: returns zeros."""
+    """Replaces an embedding whose output is not needed: returns zeros."""
 
     def __init__(self, width: int, entry: _StateInput) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _ZeroEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The states that enter, which have the device and the dtype."""
+        """Return the input states, which have the right device and dtype."""
         out = self.entry.out
         return out[0] if isinstance(out, tuple) else out
 
@@ -75,7 +75,7 @@ class OutputHead:
     """The output side of `model`, a causal language model of transformers, which stays unchanged.
 
     States enter right before the output layer `layer` (V, D) or, with the dotted name `blocks_path` of the list of
-    decoder blocks, behind the blocks. The model then needs no weights of its blocks and embeddings.
+    decoder blocks, after the blocks. The model then needs no weights of its blocks and embeddings.
     """
 
     def __init__(self, model: Any, blocks_path: str = "") -> None:
@@ -89,20 +89,20 @@ class OutputHead:
                 self._model = _replaced(self._model, name, _ZeroEmbedding(table.embedding_dim, self._entry))
         else:
             decoder = _decoder(model)
-            # Some heads read a factor from it.
+            # Some heads read a factor from the configuration.
             plain = {key: value for key, value in vars(model.get_submodule(decoder)).items() if type(value) is float}
             self._entry.__dict__.update(plain)
             self._model = _replaced(model, decoder, self._entry)
         of_layer = {id(parameter) for parameter in self.layer.parameters()}
-        # Of parts of a head before the output layer; their output does not count, see `logits`.
+        # Parts of a head before the output layer; their output is ignored, see `logits`.
         others = [parameter for parameter in self._model.parameters() if id(parameter) not in of_layer]
         self._without_weights = bool(others) and all(parameter.is_meta for parameter in others)
         self._width = int(getattr(model.config.get_text_config(), "hidden_size", 0))
 
     def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
-        """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple`: its blocks return tuples.
+        """Return the (n, V) logits of (n, D) states in the model's dtype; `as_tuple`: its blocks return tuples.
 
-        If a token has several states behind the blocks, `states` are (states, n, D).
+        If a token has several states after the blocks, `states` are (states, n, D).
         """
         each = states.unsqueeze(-2)
         count = states.shape[-2]
@@ -123,24 +123,24 @@ class OutputHead:
         return logits[:, 0]
 
     def last_states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The last block's (B, T, D), or several -> (B, T, D) before the output layer, which needs no weight."""
+        """Return the output layer's input (B, T, D) for the last block's outputs; the output layer needs no weight."""
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         self._entry.out = (hidden,) if isinstance(outputs, tuple) else hidden
         return last_states(self._model, torch.zeros(hidden.shape[-3:-1], dtype=torch.int64, device=hidden.device))
 
 
 def _decoder(model: Any) -> str:
-    """Return the name of the module before the output layer; the prefix of some models is wrong."""
+    """Return the name of the module before the output layer; some models have a wrong prefix."""
     prefix = str(model.base_model_prefix)
     children = [name for name, child in model.named_children() if child is not model.get_output_embeddings()]
     return prefix if prefix in children else children[0]
 
 
 def load_head(source: Source, skeleton: Skeleton, device: torch.device, dtype: torch.dtype) -> OutputHead:
-    """Load the modules behind the blocks; the skeleton stays without weights."""
+    """Load the modules after the blocks; the skeleton stays without weights."""
     model = copy.deepcopy(skeleton.model)
     head = OutputHead(model, skeleton.blocks_path)
-    # Of the embeddings only what the output layer shares with one is needed.
+    # Only an embedding's tensor that is tied to the output layer is needed.
     unused = {id(table.weight) for table in tables(model).values()} - {id(head.layer.weight)}
     inside = f"{skeleton.blocks_path}."
     for name, parameter in list(model.named_parameters()):
@@ -169,13 +169,13 @@ def _replaced(model: Any, path: str, module: nn.Module) -> Any:
     changed, own = copy.copy(model), model._modules[name]
     other = _replaced(own, rest, module) if rest else module
     changed._modules = model._modules | {name: other}
-    # Code may also find the part by a former name (unfuse.py).
+    # Code may also find the part by its former name (unfuse.py).
     vars(changed).update({key: other for key, value in vars(model).items() if value is own})
     return changed
 
 
 def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> torch.Tensor:
-    """(B, T) ids, or another input by its `name` -> (B, T, D): the input of the output layer, which does not run."""
+    """Return the output layer's input (B, T, D) for (B, T) ids, or for another input by `name`."""
     seen: list[torch.Tensor] = []
 
     def take(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -189,7 +189,7 @@ def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> to
 
 
 class StoredOutput(nn.Module):
-    """An output layer (V, D) with its weight as stored, of which `slab` elements are converted at a time.
+    """An output layer (V, D) with its stored weight; `slab` elements are converted at a time.
 
     It computes in `dtype`, or in the dtype of its inputs.
     """
@@ -207,7 +207,7 @@ class StoredOutput(nn.Module):
         self.dtype, self.rows = dtype, max(1, slab // weight.shape[1])
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> (..., V)."""
+        """Compute (..., D) -> (..., V)."""
         x = states.to(self.dtype)
         if self.dtype is None and self.weight.dtype == x.dtype:
             return product(x, self.weight, self.bias)

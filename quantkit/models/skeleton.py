@@ -1,6 +1,6 @@
 """The Skeleton: the transformers model of a checkpoint without weights.
 
-quantkit fills its modules with weights as it needs them. Every weight to quantize is in an `nn.Linear` (unfuse.py), so
+quantkit loads weights into its modules as needed. Every weight to quantize is in an `nn.Linear` (unfuse.py), so
 a parameter may be a part of a tensor of the checkpoint, or its transpose: `load` returns its value.
 """
 
@@ -28,7 +28,7 @@ from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
 from quantkit.system.untrusted import reraise_as, shown
 
-LONG_CONTEXT = 1 << 14  # tokens; beyond, the size of buffers is checked before they are made
+LONG_CONTEXT = 1 << 14  # tokens; above this, the size of buffers is checked before they are made
 MOST_BUFFER_BYTES = 1 << 30
 
 
@@ -36,7 +36,7 @@ MOST_BUFFER_BYTES = 1 << 30
 class Skeleton:
     """`model` on the meta device (buffers real), `blocks_path` the dotted name of its list of decoder blocks.
 
-    `origins` are those of parameters that are not the checkpoint's tensor of the same name.
+    `origins` has the parameters that are not the checkpoint's tensor of the same name.
     """
 
     model: Any
@@ -48,11 +48,11 @@ class Skeleton:
         return self.model.get_submodule(self.blocks_path)
 
     def block_prefix(self, index: int) -> str:
-        """Dotted prefix of the parameters of block `index`, with its final dot."""
+        """Return the dotted prefix of block `index`'s parameters, with its final dot."""
         return f"{self.blocks_path}.{index}."
 
     def linears_of(self, index: int) -> dict[str, nn.Linear]:
-        """The linear layers of block `index` to quantize, by weight name."""
+        """Return the linear layers of block `index` to quantize, by weight name."""
         block = self.blocks[index]
         states = getattr(self.model.config.get_text_config(), "altup_num_inputs", 0)
         plain = too_small(block, states) | left_alone(self.model, block)
@@ -63,7 +63,7 @@ class Skeleton:
         }
 
     def left_alone(self) -> list[str]:
-        """Weight names of the linear layers in the blocks that stay as they are (unfuse.py)."""
+        """Return the weight names of linear layers in the blocks that stay unquantized (unfuse.py)."""
         return [
             f"{self.block_prefix(index)}{name}.weight"
             for index, block in enumerate(self.blocks)
@@ -71,21 +71,21 @@ class Skeleton:
         ]
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) features of all linear layers to quantize, by weight name."""
+        """Return the (out, in) features of all linear layers to quantize, by weight name."""
         layers = [layer for index in range(len(self.blocks)) for layer in self.linears_of(index).items()]
         return {name: (layer.out_features, layer.in_features) for name, layer in layers}
 
     def parameter_names(self) -> list[str]:
-        """Names of all parameters, tied ones once."""
+        """Return the names of all parameters, tied ones once."""
         return [name for name, _ in self.model.named_parameters()]
 
 
 @importing()
 def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = None) -> Skeleton:
-    """Build the model of `config` without weights; raises UnsupportedError if it is no causal decoder.
+    """Build the model of `config` without weights; raises UnsupportedError if it is not a causal decoder.
 
-    `native` leaves every module as transformers has it. `settings` is the configuration of transformers for `config`,
-    if it was made before.
+    `native` leaves every module as in transformers. `settings` is transformers' configuration of `config`, if it
+    exists already.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -103,11 +103,11 @@ def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = 
         )
 
     def build(include_buffers: bool) -> Any:
-        # Weights on no device would be drawn, too, which takes longer than all else.
+        # Otherwise random weights would be drawn even on the meta device, which takes longest.
         with init_empty_weights(include_buffers=include_buffers), no_init_weights():
             return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
 
-    what = f"the architecture {kind} is no causal language model that transformers can build"
+    what = f"the architecture {kind} is not a causal language model that transformers can build"
     with reraise_as(what, UnsupportedError, padding_fix(config)):
         if context_of(config) > LONG_CONTEXT:
             _refuse_buffers(build(True), config)
@@ -119,7 +119,7 @@ def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = 
         if isinstance(module, nn.ModuleList) and len(module) == count:
             if native:
                 return Skeleton(model, name)
-            with running(settings, f"{type(model).__name__}, whose blocks are taken apart"):
+            with running(settings, f"{type(model).__name__}, whose blocks are rebuilt"):
                 origins = hold_linears(model, name, model_type)
                 use_products(model)
             return Skeleton(model, renamed(model_type, name), origins)
@@ -130,8 +130,8 @@ def _refuse_buffers(model: Any, config: dict[str, Any]) -> None:
     nbytes = sum(buffer.nbytes for buffer in model.buffers())
     if nbytes > MOST_BUFFER_BYTES:
         raise UnsupportedError(
-            f"config.json: a context of {context_of(config):,} tokens takes {nbytes / 1e9:.1f} GB of tables of "
-            f"positions in {type(model).__name__}. Give the config.json that belongs to these weights."
+            f"config.json: a context of {context_of(config):,} tokens needs {nbytes / 1e9:.1f} GB of position "
+            f"tables in {type(model).__name__}. Give the config.json that belongs to these weights."
         )
 
 
@@ -139,7 +139,7 @@ def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | No
     """Return the checkpoint's name of a parameter, and its origin; None if the parameter is that tensor."""
     prefix = f"{skeleton.model.base_model_prefix}."
 
-    def stored(name: str) -> str | None:  # some checkpoints leave the base model's prefix out
+    def stored(name: str) -> str | None:  # some checkpoints omit the base model's prefix
         names = (name, name.removeprefix(prefix), prefix + name)
         return next((found for found in names if found in source.tensors), None)
 
@@ -150,7 +150,7 @@ def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | No
 
 
 def _found(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str, Origin | None]:
-    """What `_place` returns; raises UnsupportedError if the checkpoint lacks the parameter."""
+    """Return what `_place` returns; raises UnsupportedError if the checkpoint lacks the parameter."""
     stored, origin = _place(source, skeleton, parameter)
     if stored is not None:
         return stored, origin
@@ -161,7 +161,7 @@ def _found(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str, Ori
     )
     if parameter == head != table:
         raise UnsupportedError(
-            f"the checkpoint {source.model} has no output head ({parameter}), and config.json does not tie it to the "
+            f"the checkpoint {source.model} has no output head ({parameter}), but config.json does not tie it to the "
             f"embedding. Set tie_word_embeddings to true in config.json if they are the same; otherwise give a "
             f"checkpoint of {kind}."
         )
@@ -187,7 +187,7 @@ def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
 
 
 def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
-    """Return the rows of what `load` returns."""
+    """Return the value of `load` as Rows."""
     stored, origin = _found(source, skeleton, parameter)
     if origin is None:
         return source.in_rows(stored)
@@ -201,7 +201,7 @@ def stack_of(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
 
 
 def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Give the parameter `name` a value without a gradient."""
+    """Set the parameter `name` to a value without a gradient."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
@@ -233,7 +233,7 @@ def load_block(
 
 
 class _LazyTensor:
-    """A tensor of a source that is read when transformers asks for it, one at a time for all threads."""
+    """A tensor of a source that is read when transformers needs it, one at a time for all threads."""
 
     def __init__(self, source: Source, name: str, lock: Lock) -> None:
         self._read, self._lock = lambda: source.tensor(name), lock
@@ -247,13 +247,13 @@ def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
     """Return transformers' own model of the source, and its report; `how` goes to `from_pretrained`."""
     lock = Lock()
     tensors = {name: _LazyTensor(source, name, lock) for name in source.tensors}
-    settings = copy.deepcopy(source.settings)  # building a model changes their dtype
+    settings = copy.deepcopy(source.settings)  # building a model changes the dtype in settings
     kind: Any = type(open_skeleton(source.config, native=True, settings=settings).model)
     return kind.from_pretrained(None, config=settings, state_dict=tensors, output_loading_info=True, **how)
 
 
 def tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return the embeddings that are called with indices alone, such as that of tokens, by name."""
+    """Return the embeddings that are called with indices only, such as the token embedding, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -268,7 +268,7 @@ def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
 
 
 def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
-    """Raise UnsupportedError for a parameter that the checkpoint lacks, or has in another shape or not as floats."""
+    """Raise UnsupportedError for a parameter that the checkpoint lacks, or has in another shape or type."""
     for name, parameter in skeleton.model.named_parameters():
         stored, origin = _found(source, skeleton, name)
         info, expected = source.tensors[stored], origin.shape if origin else tuple(parameter.shape)
@@ -279,13 +279,13 @@ def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
             )
         if info.shape != expected:
             raise UnsupportedError(
-                f"{source.model}: the tensor {stored} has the shape {info.shape}, but config.json asks for "
+                f"{source.model}: the tensor {stored} has the shape {info.shape}, but config.json requires "
                 f"{expected}. Give the config.json that belongs to these weights."
             )
 
 
 def stacks(skeleton: Skeleton) -> list[str]:
-    """Return the blocks' parameters, except convolutions, that still hold several matrices."""
+    """Return the blocks' parameters, except convolutions, that still contain several matrices."""
     return [
         f"{skeleton.blocks_path}.{path}.{name}"
         for path, module in skeleton.blocks.named_modules()
@@ -306,14 +306,14 @@ def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[i
         )
     if outside := [name for name in linears if name.removesuffix(".weight").endswith(READ_OUTSIDE)]:
         raise UnsupportedError(
-            f"the code of the architecture {source.architecture!r} reads {outside[0]} past its layer, where engines "
-            "find no weight once it is quantized"
+            f"the code of the architecture {source.architecture!r} reads {outside[0]} outside its layer, where engines "
+            "find no weight after quantization"
         )
     return linears
 
 
 def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str], list[str]]:
-    """Sort the tensors that the model does not use: (redundant ones, those of unused layers, those outside the model).
+    """Sort the tensors that the model does not use: (redundant, of unused layers, outside the model).
 
     Copies of tied weights and stored buffers, such as masks, are redundant. Unused are layers that transformers ignores
     in one block and has in others: keys and values of blocks that use those of other blocks. Raises UnsupportedError
@@ -345,8 +345,8 @@ def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str],
             useless.append(name)
         elif beyond and not known:
             raise UnsupportedError(
-                f"{source.model}: config.json counts {len(skeleton.blocks)} decoder blocks, and the checkpoint has the "
-                f"tensor {name} of a further one. Give the config.json that belongs to these weights."
+                f"{source.model}: config.json counts {len(skeleton.blocks)} decoder blocks, but the checkpoint has the "
+                f"tensor {name} of another one. Give the config.json that belongs to these weights."
             )
         elif plain[name] not in buffers:
             outside.append(name)

@@ -1,6 +1,6 @@
 """A source: a read-only model whose tensors are read lazily, from any kind of files.
 
-An OverriddenSource lies over another one: other settings, computed tensors, names left out or passed through.
+An OverriddenSource wraps another source with other settings, computed tensors, and dropped or passed-through names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from quantkit.models.adapter import Adapter
 
-# Of the output head and the embedding in transformers (`_tied_weights_keys`), the embedding after its module's name.
+# Names of output heads and embeddings in transformers (`_tied_weights_keys`), embeddings by their modules' names.
 HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight", "head.weight")
 EMBEDDINGS = (
     *("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tokens_embed.weight"),
@@ -44,7 +44,7 @@ class Source(ABC):
     folder: Path
     model: str  # the user's name for it
     revision: str | None = None
-    config: dict[str, Any]  # config.json; of a multimodal checkpoint that of the text half (text_half.py)
+    config: dict[str, Any]  # config.json; for a multimodal checkpoint the text half's (text_half.py)
     whole_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     text_prefixes: TextPrefixes | None = None
@@ -57,95 +57,95 @@ class Source(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The model's name without its folder."""
+        """Return the model's name without its folder."""
 
     @property
     @abstractmethod
     def weight_files(self) -> list[str]:
-        """Names of the weight files."""
+        """Return the names of the weight files."""
 
     @property
     @abstractmethod
     def hashed_files(self) -> list[str]:
-        """Names of all files that decide what the model computes."""
+        """Return the names of all files that affect the model's results."""
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows `start:stop` of a tensor in its dtype; a scalar is one row."""
+        """Return the bytes of rows `start:stop` of a tensor in its dtype; a scalar is one row."""
 
     @abstractmethod
     def copy_side_files(self, folder: Path) -> None:
-        """Copy tokenizer, chat template, generation config and licence where the source has them."""
+        """Copy tokenizer, chat template, generation config and licence if the source has them."""
 
     @abstractmethod
     def tokenizer(self) -> Any:
-        """The tokenizer of transformers; raises SourceError."""
+        """Return transformers' tokenizer; raises SourceError."""
 
     def side_files(self) -> dict[str, Path]:
-        """The tokenizer's and other files next to the weights, by name."""
+        """Return the tokenizer's and other files next to the weights, by name."""
         return {}
 
     @property
     def origin(self) -> Source:
-        """The source whose files hold these values."""
+        """Return the source whose files contain these values."""
         return self
 
     @property
     def own_files(self) -> bool:
-        """Whether another program that opens the folder, or the one file, finds this very model."""
+        """Return whether another program that opens the folder or file gets exactly this model."""
         return True
 
     @property
     def quantization(self) -> str | None:
-        """How the stored values are quantized, in a few words; None if they are not."""
+        """Describe in a few words how stored values are quantized; None if they are not."""
         return None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user."""
+        """Return notes for the user."""
         return ()
 
     def is_dequantized(self, _name: str) -> bool:
-        """Whether the values of a tensor are computed from codes."""
+        """Return whether a tensor's values are computed from codes."""
         return False
 
     def reading_bytes(self, _name: str) -> int:
-        """Most bytes of memory that reading a tensor takes besides the returned rows."""
+        """Return the most bytes of memory to read a tensor, besides the returned rows."""
         return 0
 
     def published(self, name: str) -> str:
-        """The published name of a tensor, or of a part of a quantized one."""
+        """Return the published name of a tensor, or of a part of a quantized one."""
         return name if self.text_prefixes is None else self.text_prefixes.published(name)
 
     @property
     def architecture(self) -> str:
-        """The `model_type` of the configuration, such as ``llama``."""
+        """Return the `model_type` of the configuration, such as ``llama``."""
         return str(self.config.get("model_type", ""))
 
     @property
     def parameters(self) -> int:
-        """Number of stored weights, passthrough tensors included; tied tensors are stored once."""
+        """Return the number of stored weights, including passthrough tensors; tied tensors count once."""
         return sum(info.parameters for info in (*self.tensors.values(), *self.others.values()))
 
     @cached_property
     def settings(self) -> Any:
-        """config.json as the configuration of transformers, with its defaults; raises UnsupportedError."""
+        """Return config.json as a transformers configuration, with defaults; raises UnsupportedError."""
         return open_config(self.config)
 
     @cached_property
     def hashes(self) -> dict[str, str]:
-        """sha256 of every file that decides what the model computes, by file name."""
+        """Return the sha256 of every file that affects the model's results, by file name."""
         return {name: sha256_of(self.folder / name) for name in self.hashed_files}
 
     def info(self, name: str) -> TensorInfo:
-        """The type, shape and place of a tensor; raises SourceError for an unknown name."""
+        """Return the type, shape and place of a tensor; raises SourceError for an unknown name."""
         info = self.tensors.get(name) or self.others.get(name)
         if info is None:
             raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
         return info
 
     def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows `start:stop` of a tensor of floats, as stored (checkpoints/rows.py)."""
+        """Return rows `start:stop` of a tensor of floats, as stored (checkpoints/rows.py)."""
         info = self.info(name)
         if info.dtype not in FLOATS:
             raise SourceError(f"{self.model}: the tensor {name} is stored as {info.dtype}, not as floats")
@@ -153,44 +153,44 @@ class Source(ABC):
         return self.read_rows(name, start, stop).view(STORED[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def floats(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        """What `stored` returns, in float32."""
+        """Return the value of `stored` in float32."""
         return to_float32(self.stored(name, start, stop), self.info(name).dtype)
 
     def in_rows(self, name: str) -> Rows:
-        """A tensor of floats whose rows are read lazily."""
+        """Return a tensor of floats as Rows, which are read lazily."""
         return Rows(self.info(name).shape, partial(self.floats, name))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows `start:stop` of one tensor in its stored dtype."""
+        """Return rows `start:stop` of one tensor in its stored dtype."""
         info = self.info(name)
         stop = min(stop, info.rows)
         return to_torch(self.read_rows(name, start, stop), info.dtype, (stop - start, *info.shape[1:]))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor in its stored dtype and shape."""
+        """Return one tensor in its stored dtype and shape."""
         info = self.info(name)
         return self.rows(name, 0, info.rows).reshape(info.shape)
 
 
 def refuse_non_finite(source: Source, advance: Callable[[int], None] = lambda _values: None) -> None:
-    """Read every float tensor, once; raise SourceError at the first NaN, infinity, or value beyond 2^64."""
+    """Read every float tensor, once; raise SourceError at the first NaN, infinity, or value above 2^64."""
     for name, info in (*source.tensors.items(), *source.others.items()) if not source.proven_finite else ():
         if info.dtype not in FLOATS:
             continue
         for start, stop in info.slabs():
             if bad := count_unusable(source.stored(name, start, stop), info.dtype):
                 raise SourceError(
-                    f"{source.model}: the tensor {name} in {info.file} holds {bad} NaN or infinite values or such "
-                    "beyond 2^64. The checkpoint is damaged: fetch it again or use another revision."
+                    f"{source.model}: the tensor {name} in {info.file} has {bad} NaN or infinite values, or values "
+                    "above 2^64. The checkpoint is damaged: fetch it again or use another revision."
                 )
         advance(info.parameters)
     source.proven_finite = True
 
 
 def refuse_another_head(source: Source) -> None:
-    """Raise SourceError if config.json ties the output head to the embedding and the checkpoint stores another head.
+    """Raise SourceError if config.json ties the output head to the embedding but the checkpoint stores another head.
 
-    Weights are read only where a tied head is stored, and transformers is asked only where config.json says nothing.
+    Weights are read only if a tied head is stored; transformers' default is used only if config.json has no setting.
     """
     head = next((name for name in HEADS if name in source.tensors), None)
     embedding = min((name for name in source.tensors if name.endswith(EMBEDDINGS)), key=len, default=None)
@@ -207,27 +207,27 @@ def refuse_other_values(source: Source, copy: str, name: str) -> None:
         np.array_equal(source.read_rows(copy, *rows), source.read_rows(name, *rows)) for rows in one.slabs()
     ):
         raise SourceError(
-            f"{source.model}: config.json ties {copy} to {name}, and the checkpoint holds other values for it. Set "
+            f"{source.model}: config.json ties {copy} to {name}, but the checkpoint has other values for it. Set "
             f"tie_word_embeddings to false in config.json if the model needs them; otherwise remove {copy}."
         )
 
 
-Multipliers = NDArray[np.float32]  # one, or one for each row
+Multipliers = NDArray[np.float32]  # one factor, or one per row
 
 
 @dataclass(frozen=True)
 class Override:
-    """A replaced or further tensor."""
+    """A replaced or additional tensor."""
 
     info: TensorInfo
     read: Callable[[int, int], NDArray[Any]]  # (start, stop) -> these rows, in the dtype of `info`
-    memory: int = 0  # most bytes that this takes besides the returned rows
+    memory: int = 0  # most bytes for this besides the returned rows
 
 
 class OverriddenSource(Source):
-    """`base` with the tensors `overrides` and the settings `config` in place of its own, without those `dropped`.
+    """`base` with the tensors `overrides` and the settings `config` instead of its own, without the `dropped` ones.
 
-    `passthrough` replaces the base's, `notes` are added. If tensors are overridden, no file holds the values: the
+    `passthrough` replaces the base's, `notes` are added. If tensors are overridden, no file has the values: the
     `format` is "float".
     """
 
@@ -329,7 +329,7 @@ def multiplied(
 ) -> OverriddenSource:
     """Multiply the tensors of `base` by `factors` in float32, and set `config`, for engines without such factors.
 
-    `copies` are tensors that the base has under another name: a head tied to an embedding that has another factor.
+    `copies` are tensors with another name in the base: a head tied to an embedding with another factor.
     """
     overrides = {}
     for name in dict.fromkeys((*factors, *copies)):
@@ -341,9 +341,9 @@ def multiplied(
             overrides[name] = Override(float32, read, memory + info.nbytes)
         else:
             overrides[name] = Override(info, partial(base.read_rows, own), memory)
-    notes = [f"factors of config.json put into the weights of {len(factors)} tensors, since the format has none"]
+    notes = [f"factors of config.json are folded into the weights of {len(factors)} tensors, since the format has none"]
     if copies:
-        notes.append("the head has weights of its own now: its factor is not the embedding's")
+        notes.append("the head now has its own weights, since its factor differs from the embedding's")
     return OverriddenSource(base, overrides, config=config, notes=tuple(notes))
 
 
@@ -359,9 +359,9 @@ def rows_times(source: Source, name: str, given: Any) -> Multipliers:
     pairs = given if isinstance(given, list) else [(1, given)]
     for _, number in pairs:
         if not isinstance(number, int | float) or not math.isfinite(number) or not number:
-            raise UnsupportedError(f"{source.model}: config.json multiplies {name} by {shown(number)}, no factor")
+            raise UnsupportedError(f"{source.model}: config.json multiplies {name} by {shown(number)}, not a factor")
     factors = np.concatenate([np.full(count, number, np.float32) for count, number in pairs])
     if len(factors) not in (1, source.info(name).rows):
         rows = source.info(name).rows
-        raise UnsupportedError(f"{source.model}: {name} has {rows} rows, and config.json factors for {len(factors)}")
+        raise UnsupportedError(f"{source.model}: {name} has {rows} rows, but config.json {len(factors)} factors")
     return factors

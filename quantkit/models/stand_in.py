@@ -1,4 +1,4 @@
-"""Decoder blocks with random weights and the arguments that they are called with, to try out a block's code.
+"""Decoder blocks with random weights and their call arguments, to run a block's code for tests.
 
 The blocks are whole blocks of a skeleton. Large ones are replaced by blocks of the same config.json with narrower inner
 layers and fewer experts. Blocks with the same code and settings share one stand-in.
@@ -25,7 +25,7 @@ from quantkit.models.unfuse import EXPERT
 from quantkit.system.untrusted import reraise_as
 
 TOKENS = 16
-LARGE_BLOCK = 1 << 25  # parameters; beyond, the stand-in is narrower
+LARGE_BLOCK = 1 << 25  # parameters; above this, the stand-in is narrower
 INNER, LEAST_EXPERTS = 256, 4
 INNER_SIZES = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -42,18 +42,18 @@ class StopForward(Signal):
 
 
 class StandsFor(nn.Module):
-    """Stands for `block` and has its attributes."""
+    """Replaces `block` and has its attributes."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()
-        object.__setattr__(self, "_block", block)  # past nn.Module: its parameters are not parameters of this module
+        object.__setattr__(self, "_block", block)  # bypass nn.Module: its parameters are not parameters of this module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)
 
 
 class _Passed(tuple[Any, ...]):
-    """Hidden states in a tuple that also acts as a tensor: models take either from their blocks."""
+    """Hidden states in a tuple that also acts as a tensor, since models expect either from their blocks."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)[index] if isinstance(index, tuple) else super().__getitem__(index)
@@ -67,10 +67,10 @@ class _Second:
 
 
 class Recorder(StandsFor):
-    """Stands for a block: records its arguments and passes the hidden states through, plus `shift`.
+    """Replaces a block: records its arguments and returns the hidden states plus `shift`.
 
-    They are passed on in a tuple: some models take the first of a block's values, some two, some all of them. Raises
-    UnsupportedError if the next block is called with the second one, or the hidden states are no positional argument.
+    They are returned in a tuple: some models use the first of a block's values, some two, some all of them. Raises
+    UnsupportedError if the next block gets the second one, or hidden states are not a positional argument.
     The last block ends the forward pass.
     """
 
@@ -88,8 +88,8 @@ class Recorder(StandsFor):
             raise UnsupportedError(f"a {type(self._block).__name__} is called with its hidden states by name only")
         if any(isinstance(value, _Second) for value in (*args, *kwargs.values())):
             raise UnsupportedError(
-                f"a {type(self._block).__name__} is called with more of the one before it than its hidden states, "
-                "which calibration and perplexity do not pass on"
+                f"a {type(self._block).__name__} gets more from the previous block than hidden states, "
+                "which calibration and perplexity do not support"
             )
         if self.last:
             raise StopForward
@@ -97,7 +97,7 @@ class Recorder(StandsFor):
 
 
 def is_shelf(value: object) -> bool:
-    """Whether an argument is the empty mapping in which some blocks put values for later ones."""
+    """Return whether an argument is the empty mapping by which blocks pass values to later ones."""
     return isinstance(value, MutableMapping) and not value
 
 
@@ -105,7 +105,7 @@ def is_shelf(value: object) -> bool:
 def tables_by_rows(
     base: nn.Module, read: Callable[[str, list[int]], torch.Tensor], likely: Iterable[int] = ()
 ) -> Iterator[set[str]]:
-    """Let the `tables` of `base` hold only the rows that they are asked for; yields the names of their parameters.
+    """Let the `tables` of `base` contain only requested rows; yield the names of their parameters.
 
     `read(name, rows)` returns (rows, width) of a parameter of `base`. `likely` rows are read with the first ones.
     """
@@ -114,7 +114,7 @@ def tables_by_rows(
     first = torch.tensor(sorted(set(likely)), dtype=torch.int64)
     with ExitStack() as stack:
         for name, module in found.items():
-            module.padding_idx = None  # its row may be missing; it only matters to gradients
+            module.padding_idx = None  # its row may be missing, and it only affects gradients
             hook = _Rows(partial(read, f"{name}.weight"), first[first < module.num_embeddings])
             stack.enter_context(module.register_forward_pre_hook(hook))
             set_parameter(module, "weight", torch.empty(0, module.embedding_dim))
@@ -126,7 +126,7 @@ def tables_by_rows(
 
 
 class _Rows:
-    """A forward pre-hook of an embedding: reads the rows asked for, and maps their indices to the rows it has."""
+    """A forward pre-hook of an embedding: reads the requested rows, and maps indices to them."""
 
     def __init__(self, read: Callable[[list[int]], torch.Tensor], likely: torch.Tensor) -> None:
         self._read, self._likely = read, likely
@@ -142,7 +142,7 @@ class _Rows:
 
 @dataclass
 class Seen:
-    """What a run of a block showed: modules in the order in which they end, their first inputs, and their outputs."""
+    """A recorded run of a block: modules in the order of their ends, their first inputs, and their outputs."""
 
     order: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class StandIn:
     hidden: torch.Tensor
     linears: tuple[str, ...]  # names of its linear layers
     settings: Any
-    shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # by earlier blocks
+    shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # values shared by earlier blocks
 
     def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the block's outputs with these parameters: (1, T, D), and the values that it shares."""
@@ -186,7 +186,7 @@ class StandIn:
         return out[0] if isinstance(out, tuple) else out, made
 
     def watch(self) -> Seen:
-        """Run the block and return what its modules were called with and gave."""
+        """Run the block and return the inputs and outputs of its modules."""
         seen = Seen()
         with ExitStack() as stack:
             for name, module in self.module.named_modules():
@@ -197,7 +197,7 @@ class StandIn:
 
 
 def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
-    """Yield one for each kind of block of the skeleton; raises UnsupportedError if blocks cannot be tried out."""
+    """Yield one for each kind of block of the skeleton; raises UnsupportedError if blocks cannot be run one by one."""
     largest = max(sum(value.numel() for value in block.parameters()) for block in skeleton.blocks)
     tried = skeleton
     if largest > LARGE_BLOCK:
@@ -207,11 +207,11 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
     kinds: dict[str, list[int]] = {}
     for index, block in enumerate(tried.blocks):
         kinds.setdefault(_kind(block), []).append(index)
-    what = f"{type(skeleton.model).__name__}: its blocks cannot be tried out one by one"
+    what = f"{type(skeleton.model).__name__}: its blocks cannot be run one by one"
     with reraise_as(what, UnsupportedError):
         arguments, hidden = _arguments(tried)
     shared: dict[Any, tuple[torch.Tensor, ...]] = {}
-    for indices in kinds.values():  # in the order of their first blocks, whose shared values are there then
+    for indices in kinds.values():  # in the order of their first blocks, so that shared values exist
         first = indices[0]
         module = copy.deepcopy(tried.blocks[first])
         fill(module)
@@ -226,9 +226,9 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
 
 
 def layers_of_one_input(skeleton: Skeleton, config: dict[str, Any]) -> list[list[str]]:
-    """Group the weights of the skeleton's linear layers by what layers of a block get as the same input.
+    """Group the skeleton's linear layers that get the same input within a block, by weight name.
 
-    All experts of a block are one group. Found by running a block of each kind. Raises UnsupportedError as `stand_ins`
+    All experts of a block are one group. Runs a block of each kind. Raises UnsupportedError as `stand_ins`
     does.
     """
     units: dict[tuple[int, object], list[str]] = {}
@@ -244,7 +244,7 @@ def layers_of_one_input(skeleton: Skeleton, config: dict[str, Any]) -> list[list
 
 
 def narrowed(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with narrower inner layers and fewer experts, and else the same."""
+    """Return a config.json with narrower inner layers and fewer experts, otherwise unchanged."""
     small = dict(config)
     if isinstance(inner := config.get("text_config"), dict):
         small["text_config"] = narrowed(inner)
@@ -259,7 +259,7 @@ def fill(module: nn.Module) -> None:
     """Give every parameter random values; those of norms are multiples of 1 / STEP around one."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(PERIOD, generator=generator)
-    numbers = torch.cat([numbers, numbers])  # a whole period after any start
+    numbers = torch.cat([numbers, numbers])  # a full period from any start
     for name, parameter in list(module.named_parameters()):
         count = parameter.numel()
         start = int(torch.randint(PERIOD, (1,), generator=generator))
@@ -297,7 +297,7 @@ def _arguments(skeleton: Skeleton) -> tuple[list[Arguments], torch.Tensor]:
 
 
 def _kind(block: nn.Module) -> str:
-    """Describe all that decides a block's function except its weights: classes, shapes, settings."""
+    """Describe everything that determines a block's function except weights: classes, shapes, settings."""
     lines = [repr(block), str([(name, tuple(value.shape)) for name, value in block.named_parameters()])]
     for name, module in block.named_modules():
         plain = sorted(

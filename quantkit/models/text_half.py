@@ -1,8 +1,8 @@
 """The text half of a multimodal checkpoint: its tensors and its config.json.
 
 A config.json with a `text_config` belongs to a causal language model with towers for images or sound. quantkit
-quantizes and evaluates the language model as if it were alone, and copies all other tensors. An artifact has the names
-and the config.json of the whole. Published names: transformers/conversion_mapping.py and the models' own files.
+quantizes and evaluates the language model alone, and copies all other tensors. An artifact has the names
+and the config.json of the whole model. Published names: transformers/conversion_mapping.py and the models' own files.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from quantkit.models.config import open_config
 from quantkit.system.untrusted import reraise_as, shown
 
 TEXT = "text_config"
-BASE, HEAD = "model.", "lm_head."  # what a causal language model's names begin with
-NESTED = "model.language_model."  # what modules of the text half begin with in transformers
-# Prefixes of its decoder and of its output layer in published checkpoints; the first that a checkpoint has counts.
+BASE, HEAD = "model.", "lm_head."  # prefixes of a causal language model's names
+NESTED = "model.language_model."  # prefix of the text half's modules in transformers
+# Prefixes of its decoder and of its output layer in published checkpoints; the first that a checkpoint has is used.
 PREFIXES = (
     ("language_model.model.", "language_model.lm_head."),  # llava, gemma3, mistral3, llama4, internvl
-    (NESTED, HEAD),  # qwen3_vl, qwen3_5, and what transformers 4.52 saved
+    (NESTED, HEAD),  # qwen3_vl, qwen3_5, and files saved by transformers 4.52
     ("model.text_model.", HEAD),  # idefics3, smolvlm
     ("language_model.", HEAD),
     (BASE, HEAD),  # qwen2_vl, qwen2_5_vl
 )
-# Settings of the whole that count for the text half where it has none of its own.
+# Settings of the whole model that apply to the text half if it lacks them.
 INHERITED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "auto_map")
-# Causal models that text halves without one are: positions of text are the same in each of mrope's dimensions.
+# Causal models for text halves without one of their own: text positions are equal in all of mrope's dimensions.
 SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
 SAME_AS |= {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
-# Multimodal models whose published config.json has the text half's settings among its own.
+# Multimodal models whose published config.json mixes the text half's settings with its own.
 FLAT = ("qwen2_vl", "qwen2_5_vl")
 # Settings that are read from config.json without transformers' defaults.
 STATED = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
@@ -39,34 +39,34 @@ STATED = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embedd
 
 @dataclass(frozen=True)
 class TextPrefixes:
-    """The beginnings of the published names of the text half's decoder and output layer."""
+    """The prefixes of the published names of the text half's decoder and output layer."""
 
     base: str
     head: str
 
     def text(self, name: str) -> str | None:
-        """The name of a published tensor in the text half alone; None for a tensor outside of it."""
+        """Return the name in the text half alone of a published tensor; None for a tensor outside it."""
         for published, own in ((self.base, BASE), (self.head, HEAD)):
             if name.startswith(published):
                 return own + name.removeprefix(published)
         return None
 
     def published(self, name: str) -> str:
-        """The inverse of `text`; also for modules, and for parts of quantized layers."""
+        """Invert `text`; also for modules, and for parts of quantized layers."""
         return _replaced(name, ((BASE, self.base), (HEAD, self.head)))
 
     def modules(self, name: str) -> tuple[str, ...]:
-        """A module of the text half as published checkpoints and as transformers name it."""
+        """Return the names of a text half's module in published checkpoints and in transformers."""
         nested = NESTED + name.removeprefix(BASE) if name.startswith(BASE) else name
         return tuple(sorted({self.published(name), nested}))
 
     def alone(self, module: str) -> str:
-        """The inverse of `modules`; a module outside the text half keeps its name."""
+        """Invert `modules`; a module outside the text half keeps its name."""
         return _replaced(module, ((NESTED, BASE), (self.base, BASE), (self.head, HEAD)))
 
 
 def _replaced(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """Replace the first prefix that the name begins with, or equals without its dot."""
+    """Replace the first matching prefix, which may also be the whole name without its dot."""
     for old, new in prefixes:
         if name.startswith(old) or name == old[:-1]:
             return f"{new}{name[len(old) :]}".rstrip(".")
@@ -74,7 +74,7 @@ def _replaced(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a model with a text half."""
+    """Return whether config.json belongs to a model with a text half."""
     return isinstance(config.get(TEXT), dict) or config.get("model_type") in FLAT
 
 
@@ -87,7 +87,7 @@ def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefixes | None:
-    """The prefixes of the text half, None for a model that is not multimodal; raises UnsupportedError."""
+    """Return the prefixes of the text half, None for a model that is not multimodal; raises UnsupportedError."""
     if not is_multimodal(config):
         return None
     for base, head in PREFIXES:
@@ -95,13 +95,13 @@ def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefix
             return TextPrefixes(base, head)
     known = ", ".join(f"{base}*" for base, _ in PREFIXES)
     raise UnsupportedError(
-        f"config.json is that of a multimodal model ({shown(config.get('model_type'))}), and no tensor is where its "
-        f"text half could lie ({known}): there is {shown(min(names))}. Give a checkpoint as transformers saves it."
+        f"config.json is of a multimodal model ({shown(config.get('model_type'))}), but no tensor has a prefix of its "
+        f"text half ({known}): there is {shown(min(names))}. Give a checkpoint as transformers saves it."
     )
 
 
 def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a multimodal model's config.json states of its text half, as a causal model's config.json."""
+    """Return the text half's settings in a multimodal model's config.json, as a causal model's config.json."""
     own: dict[str, Any] = {key: config[key] for key in INHERITED if key in config}
     if isinstance(inner := config.get(TEXT), dict):
         own |= inner
@@ -126,7 +126,7 @@ def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable
     """
     own = stated_of(config)
     own["tie_word_embeddings"] = not any(name.startswith(prefixes.head) for name in names)
-    what = f"the text half of {shown(config.get('model_type'))} is not known to transformers"
+    what = f"the text half of {shown(config.get('model_type'))} is unknown to transformers"
     with reraise_as(what, UnsupportedError):
         whole = open_config(dict(config)).get_text_config().to_dict()
         kind = str(whole.get("model_type"))
@@ -138,7 +138,7 @@ def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable
 
 
 def roots(outside: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Return the outermost modules that hold tensors of `outside` and none of `names`, all published names, sorted."""
+    """Return the outermost modules with tensors of `outside` and none of `names`, all published names, sorted."""
     others = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
     found = set()
     for name in outside:

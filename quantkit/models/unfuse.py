@@ -1,9 +1,9 @@
 """Rebuild the decoder blocks of a transformers model so that every weight to quantize is in an `nn.Linear`.
 
-Conv1D layers (GPT-2) become linear layers, stacked experts (3-D parameters, transformers/integrations/moe.py) a list of
-experts with a linear layer for each matrix, stored buffers parameters. The maths stays the same. Modules get the names
-of published checkpoints (architectures.py), and transformers' code still finds them under its own. `Origin` says where
-in a checkpoint the value of such a parameter is.
+Conv1D layers (GPT-2) become linear layers; stacked experts (3-D parameters, transformers/integrations/moe.py) a list of
+experts with a linear layer per matrix; stored buffers become parameters. The function is unchanged. Modules get names
+of published checkpoints (architectures.py), and transformers' code still finds them by its names. `Origin` is the place
+of such a parameter's value in a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import nn
 
 from quantkit.models.architectures import ExpertNames, published_names
 
-# Linear layers whose weights other code reads directly: it cannot run with codes in them.
+# Linear layers whose weights other code reads directly, so they cannot contain codes.
 READ_OUTSIDE = ("dt_proj",)
 EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint's tensor that holds a parameter, if it is not the tensor of the same name."""
+    """The checkpoint's tensor with a parameter's value, if it is not the tensor of the same name."""
 
     name: str
     shape: tuple[int, ...]
-    transposed: bool = False  # it is (in, out)
-    expert: int | None = None  # it is a stack (experts, out, in)
+    transposed: bool = False  # whether it is (in, out)
+    expert: int | None = None  # index in a stack (experts, out, in)
     rows: tuple[int, int, int] = (0, 0, 1)  # first, end, step: of the expert's matrix, or of a joined tensor
     also: str = ""  # another name of the tensor
 
@@ -46,9 +46,9 @@ def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.
 
 
 def left_alone(model: Any, block: nn.Module) -> set[str]:
-    """Return the names of a block's linear layers that stay unquantized: engines load them so.
+    """Return the names of a block's linear layers that stay unquantized, since engines load them so.
 
-    transformers' class keeps them in float32 in a model of 16 bits, or published checkpoints leave them alone; both by
+    transformers' class stores them in float32 in a 16-bit model, or published checkpoints do not quantize them; both by
     parts of a dotted name.
     """
     alone = published_names(model.config.model_type).left_alone
@@ -59,9 +59,9 @@ def left_alone(model: Any, block: nn.Module) -> set[str]:
 
 
 def too_small(block: nn.Module, states: int) -> set[str]:
-    """Return the names of a block's linear layers with too few rows or columns to be packed; engines load them so.
+    """Return the names of a block's linear layers that are too small to pack; engines load them unquantized.
 
-    They choose or weigh experts (next to the experts, or near them with a row for each), or mix the `states` hidden
+    They select or weigh experts (next to the experts, or near them with a row per expert), or mix the `states` hidden
     states of a token (AltUp).
     """
     found = {name for name, part in _linears(block) if states > 1 and states in (part.in_features, part.out_features)}
@@ -78,7 +78,7 @@ def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
-    """Rebuild `model` (on the meta device) in place; return the origins of the parameters that this made."""
+    """Rebuild `model` (on the meta device) in place; return the origins of the new parameters."""
     origins: dict[str, Origin] = {}
     blocks = model.get_submodule(blocks_path)
     for path, module in list(blocks.named_modules(prefix=blocks_path)):
@@ -102,7 +102,7 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
             moved |= row.moved_beside[1]
         for old, new in moved.items():
             move(block, path, old, new, origins)
-        for name, written in row.written.items():  # also found under the name that transformers writes
+        for name, written in row.written.items():  # also found by the name that transformers writes
             for own, parameter in block.named_parameters():
                 if own.startswith(f"{name}."):
                     other = f"{path}{written}{own.removeprefix(name)}"
@@ -119,7 +119,7 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
 
 
 def renamed(kind: str, path: str) -> str:
-    """The dotted path that a module of the model has after `hold_linears`."""
+    """Return a module's dotted path after `hold_linears`."""
     old, new = published_names(kind).renamed
     for here, there in published_names(kind).moved.items():
         path = re.sub(rf"(\.\d+\.){re.escape(here)}(?=\.|$)", rf"\g<1>{there}", path, count=1)
@@ -127,7 +127,7 @@ def renamed(kind: str, path: str) -> str:
 
 
 def _take_buffers(module: Any) -> None:
-    """Turn a module's stored buffers into parameters: they are learned, such as the biases of some routers."""
+    """Turn a module's stored buffers into parameters: some are learned, such as routers' biases."""
     stored = [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
     module.stored_buffers = tuple(name for name in stored if getattr(module, name).is_floating_point())
     for name in module.stored_buffers:
@@ -137,7 +137,7 @@ def _take_buffers(module: Any) -> None:
 
 
 def _is_stack(module: Any, names: ExpertNames) -> bool:
-    """Whether a module is a stack of experts whose layout is known."""
+    """Return whether a module is a stack of experts with a known layout."""
     if names.sent:
         return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
     return hasattr(module, "is_concatenated") and not getattr(module, "has_post_expert_norm", False)
@@ -146,7 +146,7 @@ def _is_stack(module: Any, names: ExpertNames) -> bool:
 def _replace_stack(
     block: Any, prefix: str, place: str, stack: Stack, names: ExpertNames, origins: dict[str, Origin]
 ) -> None:
-    """Put experts one by one at the dotted `place` in a block whose parameters begin with `prefix`."""
+    """Put single experts at the dotted `place` in a block whose parameters begin with `prefix`."""
     parent, _, leaf = place.rpartition(".")
     called = names.block or parent
     inside = f"{prefix}{called}." if called else prefix
@@ -162,7 +162,7 @@ def _replace_stack(
 
 
 class Expert(nn.Module):
-    """One expert; its linear layers bear the checkpoint's names."""
+    """One expert; its linear layers have the checkpoint's names."""
 
     def __init__(self, stack: Stack, names: ExpertNames) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Expert(nn.Module):
             self.add_module(name, nn.Linear(*shape, bias=stack.biased, device="meta"))
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden) -> (tokens, inner): everything before the last matrix."""
+        """Compute (tokens, hidden) -> (tokens, inner): everything before the last matrix."""
         gate = (getattr(self, self.names.gate)(x),) if self.gated else ()
         return self.join(*gate, getattr(self, self.names.up)(x))
 
@@ -182,10 +182,10 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """A list of experts in place of a stack; each is called with the tokens routed to it.
+    """A list of experts that replaces a stack; each is called with the tokens routed to it.
 
-    Every expert is called, also with no tokens, and all first matrices run before any last one: so a walk sees all
-    linear layers, those of equal depth together. `first` names the matrices that read the input.
+    Every expert is called, even without tokens, and all first matrices run before any last one, so that a walk sees all
+    linear layers, equal depths together. `first` names the matrices that read the input.
     """
 
     def __init__(self, stack: Stack, names: ExpertNames) -> None:
@@ -193,7 +193,7 @@ class Experts(nn.ModuleList):
         self.first = (names.gate, names.up) if stack.gated else (names.up,)
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden), chosen experts (tokens, k) int64 and their weights (tokens, k) -> (tokens, hidden)."""
+        """Map (tokens, hidden), chosen experts (tokens, k) int64 and their weights (tokens, k) to (tokens, hidden)."""
         experts: list[Any] = list(self)
         routed = [torch.where(chosen == index) for index in range(len(experts))]
         inner = [expert.inner(hidden[token]) for expert, (token, _) in zip(experts, routed, strict=True)]
@@ -205,10 +205,10 @@ class Experts(nn.ModuleList):
 
 
 class SentExperts(Experts):
-    """Experts of a stack that gets (experts * tokens, hidden): for each expert all tokens, zero where it gets none."""
+    """Experts of a stack that gets (experts * tokens, hidden): all tokens per expert, zeros for other experts'."""
 
     def forward(self, sent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """(experts * tokens, hidden) -> (experts * tokens, hidden)."""
+        """Compute (experts * tokens, hidden) -> (experts * tokens, hidden)."""
         experts: list[Any] = list(self)
         rows = sent.reshape(len(experts), -1, sent.shape[-1])
         used = [torch.where(mine.any(-1))[0] for mine in rows]
@@ -261,13 +261,13 @@ class Stack:
 
 
 def expert_of(name: str) -> str | None:
-    """The dotted path of the expert that a weight belongs to, or None."""
+    """Return the dotted path of the expert that a weight belongs to, or None."""
     expert = EXPERT.match(name)
     return expert.group() if expert else None
 
 
 def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are the same matrix in any expert of the same block."""
+    """Return the `names` of the same matrix in all experts of the same block."""
 
     def place(weight: str) -> tuple[str, str] | None:
         return (expert[1], weight[expert.end() :]) if (expert := EXPERT.match(weight)) else None
@@ -276,7 +276,7 @@ def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
 
 
 class Wrapped(nn.Module):
-    """A module one level deeper, as some checkpoints have it."""
+    """A module nested one level deeper, as in some checkpoints."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
@@ -288,21 +288,21 @@ class Wrapped(nn.Module):
 
 
 class Joined(nn.Module):
-    """Stands for a convolution that was split; its weight is that of the parts, joined."""
+    """Replaces a convolution that was split; its weight joins the parts' weights."""
 
     def __init__(self, parts: Sequence[nn.Conv1d]) -> None:
         super().__init__()
-        self.__dict__["parts"] = tuple(parts)  # past nn.Module: they have one place alone
+        self.__dict__["parts"] = tuple(parts)  # bypass nn.Module: the parts are registered elsewhere
         self.bias = None
 
     @property
     def weight(self) -> torch.Tensor:
-        """(channels of all parts, 1, width)."""
+        """Return (channels of all parts, 1, width)."""
         return torch.cat([part.weight for part in self.__dict__["parts"]])
 
 
 def split(block: nn.Module, path: str, old: str, origins: dict[str, Origin]) -> None:
-    """Replace the convolution at `old`, if a block has it, by one for each of queries, keys and values."""
+    """Replace the convolution at `old`, if a block has it, by three for queries, keys and values."""
     holder, _, name = old.rpartition(".")
     parent: Any = dict(block.named_modules()).get(holder)
     whole = getattr(parent, name, None)
@@ -319,8 +319,8 @@ def split(block: nn.Module, path: str, old: str, origins: dict[str, Origin]) -> 
         parts.append(part)
         first += count
     if first != shape[0]:
-        raise ValueError(f"{path}{old} has {shape[0]} channels, and queries, keys and values have {first}")
-    object.__setattr__(parent, name, Joined(parts))  # past nn.Module, which would register it
+        raise ValueError(f"{path}{old} has {shape[0]} channels, but queries, keys and values have {first}")
+    object.__setattr__(parent, name, Joined(parts))  # bypass nn.Module, which would register it
 
 
 def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
@@ -333,11 +333,11 @@ def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, 
     first, _, rest = new.partition(".")
     parent.add_module(first, Wrapped(rest, child) if rest else child)
     if first != old:
-        object.__setattr__(parent, old, child)  # past nn.Module, which would register it a second time
+        object.__setattr__(parent, old, child)  # bypass nn.Module, which would register it a second time
 
 
 def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
-    """Register a part of a block, if it has it, under another dotted name; its code still finds it."""
+    """Register a part of a block, if present, under another dotted name; the block's code still finds it."""
     (holder, _, name), (place, _, leaf) = old.rpartition("."), new.rpartition(".")
     inner: Any = dict(block.named_modules()).get(holder)
     child = getattr(inner, name, None)
@@ -364,11 +364,11 @@ def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Ori
 
 
 def _find_there(inner: Any, name: str, outer: Any, leaf: str) -> None:
-    """Let `inner.name` return `outer.leaf`, by a property: the value there may be replaced later."""
+    """Let `inner.name` return `outer.leaf`, with a property, since the value may be replaced later."""
     kind = type(inner)
     if inner is outer:
         found = property(lambda part: getattr(part, leaf))
     else:
         found = property(lambda part: getattr(part.moved_to[name], leaf))
-        inner.__dict__["moved_to"] = {**inner.__dict__.get("moved_to", {}), name: outer}  # past nn.Module: no circle
+        inner.__dict__["moved_to"] = {**inner.__dict__.get("moved_to", {}), name: outer}  # past nn.Module: no cycle
     inner.__class__ = type(kind.__name__, (kind,), {name: found})

@@ -1,4 +1,4 @@
-"""Which kind each tensor takes so that bytes and damage are best shared out: solved exactly, as an integer programme.
+"""Choose a kind for each tensor to balance bytes and damage, exactly, as an integer programme.
 
 One kind is chosen for each tensor; sums of bytes and of damage count. scipy's HiGHS solves it (branch and bound).
 """
@@ -15,24 +15,24 @@ GAP = 1e-6  # relative to the best sum of damage or bytes
 
 
 def least_damage(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], limit: int) -> list[int]:
-    """The index of each tensor's kind with the least summed damage among choices of at most `limit` bytes.
+    """Return the index of each tensor's kind with the least summed damage among choices of at most `limit` bytes.
 
-    nbytes[i][k] and damage[i][k] belong to kind k of tensor i. Raises ValueError where even the smallest are too large.
+    nbytes[i][k] and damage[i][k] belong to kind k of tensor i. Raises ValueError if even the smallest are too large.
     """
     least = sum(min(row) for row in nbytes)
     if least > limit:
-        raise ValueError(f"the smallest choice takes {least} bytes, more than {limit}")
+        raise ValueError(f"the smallest choice has {least} bytes, more than {limit}")
     return _solve(damage, nbytes, limit)
 
 
 def fewest_bytes(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """The index of each tensor's kind with the fewest bytes among choices whose summed damage is at most `limit`.
+    """Return the index of each tensor's kind with the fewest bytes among choices of at most `limit` summed damage.
 
-    Raises ValueError where even the best do too much damage.
+    Raises ValueError if even the best do too much damage.
     """
     least = sum(min(row) for row in damage)
     if least > limit:
-        raise ValueError(f"the best choice does a damage of {least:.6g}, more than {limit:.6g}")
+        raise ValueError(f"the best choice has a damage of {least:.6g}, more than {limit:.6g}")
     return _solve(nbytes, damage, limit)
 
 
@@ -42,7 +42,7 @@ def _solve(cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], l
     owner = np.repeat(np.arange(len(sizes)), sizes)
     costs = np.array([value for row in cost for value in row], dtype=np.float64)
     weights = np.array([value for row in weight for value in row], dtype=np.float64)
-    # The solver's tolerances are absolute: both sums are brought to the size of the number of tensors.
+    # The solver's tolerances are absolute, so both sums are scaled to the number of tensors.
     costs *= len(sizes) / max(float(sum(max(row) for row in cost)), 1e-300)
     scale = len(sizes) / max(float(limit), 1e-300)
     one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
@@ -66,7 +66,7 @@ def _solve(cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], l
 def _within(
     chosen: list[int], cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], limit: float
 ) -> list[int]:
-    """Mend a choice that the solver's tolerance let stand a little above the limit, at the least cost."""
+    """Fix, at the least cost, a choice that the solver's tolerance left slightly above the limit."""
     total = sum(row[k] for row, k in zip(weight, chosen, strict=True))
     while total > limit:
         over = total - limit

@@ -1,7 +1,7 @@
-"""Rounding with error feedback: each column takes over the error that the columns before it have made.
+"""Rounding with error feedback: each column compensates for the errors of the columns before it.
 
 Paper: Frantar et al., GPTQ, arXiv:2210.17323, algorithm 1, in the equivalent form of Chee et al., QuIP,
-arXiv:2307.13304, section 4 (LDLQ; theorem 6 shows that the two are the same). With H = R R^T, R upper triangular in
+arXiv:2307.13304, section 4 (LDLQ; theorem 6 shows that both are the same). With H = R R^T, R upper triangular in
 the order in which columns are rounded, column k is rounded at
 w_k + sum over j < k of (w_j - w^_j) R_jk / R_kk. That needs one Cholesky factor and no inverse.
 """
@@ -21,18 +21,18 @@ from quantkit.numerics.matmul import product_in, quick_dtype, quick_product
 from quantkit.numerics.second_moments import permuted
 
 BLOCK_COLUMNS = 128
-SOLVED_COLUMNS = 512  # of a triangular system that are solved together
+SOLVED_COLUMNS = 512  # columns of a triangular system solved together
 PARALLEL_ELEMENTS = 1 << 19
 LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
-MOST_DAMPING = 1e12  # of the mean diagonal; the square of the columns is enough for any finite moments
+MOST_DAMPING = 1e12  # times the mean diagonal; the squared number of columns suffices for any finite moments
 
 
 def feedback_factor(
     hessian: torch.Tensor, order: torch.Tensor, damp_percent: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Upper triangular R (K, K) float32 of the damped H = R R^T, columns taken in `order` (K,) int64.
+    """Return the upper triangular R (K, K) float32 of the damped H = R R^T, with columns in `order` (K,) int64.
 
-    It is put into `out` where that is given, which may be `hessian`. Inputs that never fire get the mean diagonal.
+    It is written to `out` if given, which may be `hessian`. Inputs that are always zero get the mean diagonal.
     Damping grows tenfold until the factorization succeeds. Raises SourceError for moments that are not finite.
     """
     # The upper factor is the lower one of the matrix turned by 180 degrees.
@@ -63,13 +63,13 @@ def _at_once(function: Callable[[torch.Tensor], torch.Tensor], values: torch.Ten
 
 @dataclass(frozen=True)
 class FeedbackSettings:
-    """What a method rounds by, with its own values for each: manifests record those that are no options.
+    """Settings of rounding with error feedback; manifests record those that are not options of the method.
 
     `damp_percent`: share of the mean diagonal added to the Hessian; `shrinkage`: share of each diagonal entry added to
-    it. `gptaq_share` of the sequences also go through the unquantized model. Every second token counts where
-    `ample_tokens` a column are left so (0: all count). `sym`: symmetric grids, whose scales are searched
+    it. `gptaq_share` of the sequences also go through the unquantized model. Every second token is used if that leaves
+    `ample_tokens` per column (0: use all). `sym`: symmetric grids, whose scales are searched
     (`scale_search`) and, after each of the `rounds` of rounding, refitted (`refit`). `static_groups`: scales are fixed
-    first, and columns taken by importance; `desc_act`: groups are formed along that order.
+    first, and columns go by importance; `desc_act`: groups are formed along that order.
     """
 
     damp_percent: float
@@ -85,16 +85,16 @@ class FeedbackSettings:
 
 
 def _divided(order: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Rows (n, K) times H^-1 = R^-T R^-1: one triangular system after the other, in the `order` of the factor."""
+    """Return rows (n, K) times H^-1 = R^-T R^-1: two triangular systems, in the factor's `order`."""
     solved = part.index_select(1, order).T
     solved = _solved(factor.T, _solved(factor, solved, upper=True), upper=False)
     return solved.T.index_select(1, torch.argsort(order))
 
 
 def _solved(triangle: torch.Tensor, sides: torch.Tensor, *, upper: bool) -> torch.Tensor:
-    """X (K, n) of T X = sides, for an upper or lower triangular T (K, K), put in place of `sides`; all float32.
+    """Solve T X = sides for X (K, n), with an upper or lower triangular T (K, K), in place of `sides`; all float32.
 
-    Blocks are solved one after the other, the last one first where T is upper; what those before a block take from it
+    Blocks are solved in sequence, the last one first if T is upper; the contributions to the other blocks
     are quick products.
     """
     count = len(triangle)
@@ -110,20 +110,20 @@ def _solved(triangle: torch.Tensor, sides: torch.Tensor, *, upper: bool) -> torc
 
 
 class Feedback:
-    """What the second moments of a layer's inputs say about rounding its weight.
+    """Data for rounding a layer's weight, from the second moments of its inputs.
 
-    `importance` (K,) is the diagonal of H, `order` (K,) int64 the order of rounding, most important first where that is
-    asked for, `factor` that of `feedback_factor`. `costs` (K,) is its squared diagonal: what the square of a column's
-    own rounding error adds to the outputs' error, since the columns after it take over the rest. `hessian` is H with
-    `shrinkage` of each diagonal entry and `damp_percent` of their mean added. All moments are (K, K) float32, taken
-    over and changed.
+    `importance` (K,) is the diagonal of H, `order` (K,) int64 the order of rounding, most important first if that is
+    requested; `factor` is from `feedback_factor`. `costs` (K,) is its squared diagonal: what the square of a column's
+    own rounding error adds to the outputs' error, since later columns compensate for the rest. `hessian` is H with
+    `shrinkage` of each diagonal entry and `damp_percent` of their mean added. All moments are (K, K) float32, owned
+    and changed.
 
-    With `cross` C = E[(exact - x) x^T], `target` moves a weight W so that its outputs come near those of the exact
+    With `cross` C = E[(exact - x) x^T], `target` moves a weight W so that its outputs approximate those of the exact
     inputs: min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1, where H is `paired`, the E[x x^T] over the inputs
     of C, if those are not all. Rounding W' is GPTAQ's asymmetric calibration (Li et al., arXiv:2504.02692) solved for
-    all columns at once. `correction` (K, K) is C H^-1. Where fewer `rows` of weights than columns are to come, each
-    is moved by itself, which takes fewer products (but with `paired` more memory, so not there). `by_rows` calls a
-    function of rows (n, K), each taken by itself, for all rows of a tensor: several processes share them.
+    all columns at once. `correction` (K, K) is C H^-1. If there are fewer `rows` of weights than columns, each row
+    is moved by itself, which needs fewer products (but more memory with `paired`, so not then). `by_rows` calls a
+    row-wise function of (n, K) for all rows of a tensor, which several processes share.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Feedback:
         by_rows: ByRows = _at_once,
         rows: int | None = None,
     ) -> None:
-        self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
+        self.importance = torch.diagonal(hessian).clamp(min=0)  # of the undamped inputs
         natural = torch.arange(len(hessian), device=hessian.device)
         self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else natural
         self.correction = self._cross = None
@@ -162,19 +162,19 @@ class Feedback:
         self._by_group: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def by_group(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Order (K,) and factor (K, K), as `order` and `factor`, with each `size` neighbouring columns side by side."""
+        """Order (K,) and factor (K, K), as `order` and `factor`, with every `size` neighbouring columns together."""
         if size not in self._by_group:
             groups = torch.argsort(self.importance.view(-1, size).sum(1), descending=True, stable=True)
             order = (groups[:, None] * size + torch.arange(size, device=groups.device)).flatten()
-            # `hessian` is damped already, by about two thirds of what `factor` is.
+            # `hessian` is already damped, by about two thirds of the damping of `factor`.
             self._by_group[size] = order, feedback_factor(self.hessian, order, self._damp_percent / 3)
         return self._by_group[size]
 
     def slopes(self, errors: RoundingErrors) -> torch.Tensor:
-        """E H (N, K) float32 of the `errors` E (N, K) that rounding in `order` has made, with H = `hessian`.
+        """Return E H (N, K) float32 for the `errors` E (N, K) of rounding in `order`, with H = `hessian`.
 
-        `factor` is another, R R^T = H + diag(d), so it is (E R) R^T - E diag(d): half the products of E H. And E R has
-        no direction that is much larger than others, as E H has; so bfloat16 is fine enough for it.
+        `factor` has R R^T = H + diag(d), so E H = (E R) R^T - E diag(d), with half the products. And E R has
+        no dominating direction, unlike E H, so bfloat16 is precise enough for it.
         """
         if self._more is None:
             squares = sum(part.square().sum(1) for part in self.factor.split(SOLVED_COLUMNS, 1))
@@ -187,17 +187,17 @@ class Feedback:
         return found.T.contiguous()
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight to come near to, for `weight` (N, K) float32."""
+        """Return the weight to approximate, for `weight` (N, K) float32."""
         if self._cross is not None:
             return weight + _divided(self.order, self.factor, quick_product(weight, self._cross))
         return weight if self.correction is None else weight + quick_product(weight, self.correction)
 
 
 class RoundingErrors:
-    """What rounding columns (K, N) in order leaves: the `errors` E^T of the weight itself, and the `residual` (E R)^T.
+    """Results of rounding columns (K, N) in order: the `errors` E^T of the weight itself, and the `residual` (E R)^T.
 
-    Both are (K, N) in `quick_dtype`. R is the factor; E R is what each column lacks once it has taken over the errors
-    of those before it, times R_kk.
+    Both are (K, N) in `quick_dtype`. R is the factor; E R is each column's error after compensation for the errors
+    of earlier columns, times R_kk.
     """
 
     def __init__(self, columns: torch.Tensor) -> None:
@@ -208,7 +208,7 @@ class RoundingErrors:
 
 @contextmanager
 def _threads_for(elements: int) -> Iterator[None]:
-    """Take one thread while single columns of a small block are updated: starting more costs more than it gives."""
+    """Use one thread while single columns of a small block are updated, as starting more costs more than it saves."""
     before = torch.get_num_threads()
     if elements < PARALLEL_ELEMENTS:
         torch.set_num_threads(1)
@@ -221,11 +221,11 @@ def _threads_for(elements: int) -> Iterator[None]:
 def _blocks(
     columns: torch.Tensor, unit: Callable[[slice], torch.Tensor], step: int, past: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each `step` columns: which, what they are with the errors before them, room for theirs, their own shares.
+    """Yield per `step` columns: their range, their values with earlier errors, space for errors, their own shares.
 
-    columns (K, N); unit(a to b) gives the shares (b, b - a) in which those columns take over errors, theirs and those
-    before them. The errors of a block have to be in their room when the next block is asked for; all are put into
-    `past` (K, N), in its dtype, where that is given.
+    columns (K, N); unit(a to b) returns the shares (b, b - a) of errors that those columns take over, from their own
+    and earlier columns. A block's errors must be in their space when the next block is requested; all are written to
+    `past` (K, N), in its dtype, if given.
     """
     if past is None:
         past = torch.empty(columns.shape, dtype=quick_dtype(columns.device), device=columns.device)
@@ -241,7 +241,7 @@ def _blocks(
 
 
 class ColumnGrids(NamedTuple):
-    """Grids of the codes 0 to `top` by group and row: (code - zero) * scale, zeros not always whole.
+    """Grids of codes 0 to `top` by group and row: (code - zero) * scale; zeros may be fractions.
 
     scales and zeros (G, N) float32; group_of (K,) is the group of each column.
     """
@@ -263,17 +263,17 @@ def round_columns(
 ) -> torch.Tensor:
     """Round columns in their order; return codes (K, N) uint8.
 
-    columns (K, N) float32 is the weight transposed, in the order of rounding; factor (K, K) is `feedback_factor` in
-    that order, as `grids.group_of` is. Where scales are not fixed beforehand, `fit` is called with the first column of
-    each `group` columns in a row and what those columns are in the paper's form at that time, (group, N), to set scales
-    and zeros of their group. `nearest` gives the whole numbers that columns over scales are rounded to, code - zero,
-    where not all of them up to `grids.top` are codes. `record` is filled where it is given.
+    columns (K, N) float32 is the transposed weight in rounding order; factor (K, K) is `feedback_factor` in
+    that order, as is `grids.group_of`. If scales are not fixed beforehand, `fit` is called with the first column of
+    each `group` consecutive columns and their current values in the paper's form, (group, N), to set scales
+    and zeros of their group. `nearest` rounds columns / scales to integers (code - zero),
+    if not all of them up to `grids.top` are codes. `record` is filled if given.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
     diagonal = torch.diagonal(factor)
     groups, scale_of, zero_of, top = grids.group_of.tolist(), grids.scales.unbind(), grids.zeros.unbind(), grids.top
     step = max(group, BLOCK_COLUMNS // group * group)
-    # What the loop takes is cut up beforehand: for a small layer that costs as much as the sums.
+    # The loop's inputs are split beforehand: for a small layer, splitting costs as much as the sums.
     wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
     past = None if record is None else record.errors
     blocks = _blocks(columns, lambda own: factor[: own.stop, own] / diagonal[own], step, past)
@@ -290,7 +290,7 @@ def round_columns(
                     code.add_(zero).round_().clamp_(0, top)
                 else:
                     code.copy_(nearest(code)).add_(zero)
-                # The error of the weight itself, not of the one that has taken over other errors.
+                # The error of the weight itself, not of the compensated weight.
                 torch.addcmul(plain, torch.sub(code, zero, out=error), scale, value=-1, out=error)
                 block.narrow(0, i + 1, left).addr_(shares.narrow(0, i + 1, left), error)
         codes[whole] = wide[: len(block)]
@@ -302,9 +302,9 @@ def round_columns(
 def _fit_ahead(
     fit: Callable[[int, torch.Tensor], None], column: int, plain: torch.Tensor, block: torch.Tensor, unit: torch.Tensor
 ) -> None:
-    """Call `fit` with what a group's columns `plain` would become if they took over the errors so far and made none.
+    """Call `fit` with the values that a group's columns `plain` would have after all errors so far, without own errors.
 
-    `block` is what they are with those errors, and what comes after them; `unit` their part of it.
+    `block` has them with those errors, and the later columns; `unit` is their part of the shares.
     """
     ahead = slice(len(plain))
     moved = torch.linalg.solve_triangular(unit[ahead, ahead].T, block[ahead] - plain, upper=False, unitriangular=True)
@@ -319,9 +319,9 @@ def round_groups(
 ) -> None:
     """Round `size` columns at a time, in their order: block LDLQ (Tseng et al., QuIP#, arXiv:2402.04396, section 4).
 
-    columns (K, N) float32 is the weight transposed, in the order of rounding; factor (K, K) is `feedback_factor` in
+    columns (K, N) float32 is the transposed weight in rounding order; factor (K, K) is `feedback_factor` in
     that order. nearest(first, moved (size, N), metric (size, size)) rounds the columns from `first` on and gives their
-    values (size, N): the smaller e metric e^T in the change e of a row of `moved`, the smaller is the outputs' error.
+    values (size, N): the smaller e metric e^T for the change e of a row of `moved`, the smaller is the outputs' error.
     """
     count = len(columns)
     diagonal = torch.stack([factor[k : k + size, k : k + size] for k in range(0, count, size)])
@@ -336,6 +336,6 @@ def round_groups(
             for i in range(0, len(block), size):
                 part, first = slice(i, i + size), whole.start + i
                 values = nearest(first, block[part], metrics[first // size])
-                # The error of the weight itself, not of the one that has taken over other errors.
+                # The error of the weight itself, not of the compensated weight.
                 torch.sub(plain[part], values, out=errors[part])
                 block[i + size :].addmm_(inner[part, i + size :].T, errors[part])

@@ -1,9 +1,9 @@
 """Uniform integer grids: the scale and zero of each group, by min/max or by a weighted search.
 
 A grid maps w to code = clamp(round(w / scale) + zero, 0, 2**bits - 1). Symmetric grids have zero = 2**(bits-1): their
-codes reach one step further down than up, and where they are searched a scale may be negative, so that the further step
-lies on the side where it is needed (as in ggml's Q4_0).
-Scales are rounded to float16 before they are used, because that is what the checkpoint stores.
+codes reach one step further down than up, and a searched scale may be negative, so that the extra step
+is on the side that needs it (as in ggml's Q4_0).
+Scales are rounded to float16 before use, because the checkpoint stores float16.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from quantkit.errors import ValuesError
 from quantkit.numerics.matmul import rows_together
 from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 
-COARSE_STEPS = 11  # shares of the range that are tried, down to the least
+COARSE_STEPS = 11  # number of shares of the range to try, down to the least
 LEAST_SHRINK = 0.3
-FINE = (-2 / 3, -1 / 3, 1 / 3, 2 / 3)  # then beside the best of them, in coarse steps
-OFFSETS = (-1, 0, 1)  # of zero points that are tried beside the range's
-MANY_CODES = 15  # from so many on, another zero point is not tried with the coarse steps
-QUICK = (0.925, 0.85, 0.775, 0.7)  # shares of the range that a quick search tries
-SLAB_ELEMENTS = 1 << 17  # of the rows that are fitted together, so that they stay in the processor's cache
+FINE = (-2 / 3, -1 / 3, 1 / 3, 2 / 3)  # then around the best of them, in coarse steps
+OFFSETS = (-1, 0, 1)  # offsets of zero points to try, from the range's
+MANY_CODES = 15  # with as many codes or more, coarse steps try no other zero point
+QUICK = (0.925, 0.85, 0.775, 0.7)  # shares of the range in a quick search
+SLAB_ELEMENTS = 1 << 17  # elements of rows fitted together, so that they stay in the processor's cache
 TINY_SCALE = 2.0**-24  # the smallest float16 above zero
 
 
@@ -37,7 +37,6 @@ class Grid:
 
     @property
     def top(self) -> int:
-        """The largest code."""
         return (1 << self.bits) - 1
 
 
@@ -50,7 +49,7 @@ def stored_scale(scale: torch.Tensor) -> torch.Tensor:
 def _range(groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int) -> tuple[torch.Tensor, torch.Tensor]:
     top = (1 << bits) - 1
     if symmetric:
-        # Codes reach from -half to half - 1; the larger side decides.
+        # Codes reach from -half to half - 1; the larger side determines the scale.
         scale = groups.abs().amax(-1) * 2 / top
         zero = torch.full_like(scale, 1 << (bits - 1))
         return scale, zero
@@ -65,7 +64,7 @@ def _range(groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int) ->
 class _Losses:
     """Weighted squared errors of `groups` (n, G, group) on trial grids with scales and zeros (n, G).
 
-    `middle` is the zero of all groups, where that is one. A scratch tensor serves all trials.
+    `middle`: the zero of all groups, if they share one. All trials use one scratch tensor.
     """
 
     def __init__(self, groups: torch.Tensor, weight: torch.Tensor, top: int, middle: float | None) -> None:
@@ -74,21 +73,21 @@ class _Losses:
         self._scratch = torch.empty_like(groups)
 
     def steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """Codes less zeros (n, G, group), until the next call."""
+        """Return codes minus zeros (n, G, group), valid until the next call."""
         codes = torch.div(self._groups, scale[..., None], out=self._scratch).round_()
         if self.middle is not None:
             return codes.clamp_(-self.middle, self.top - self.middle)
-        # torch clamps between tensors ten times slower than between numbers.
+        # torch clamps ten times slower with tensors than with numbers.
         return codes.add_(zero[..., None]).clamp_(0, self.top).sub_(zero[..., None])
 
     def at(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """The errors (n, G) with these scales and zeros."""
+        """Return the errors (n, G) with these scales and zeros."""
         steps = self.steps(scale, zero)
         error = torch.addcmul(self._groups, steps, scale[..., None], value=-1, out=self._scratch)
         return error.square_().mul_(self._weight).sum(-1)
 
     def least_squares(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """The scales (n, G) with the least errors for the codes that these give."""
+        """Return the scales (n, G) with the least errors for the codes of these scales and zeros."""
         c = self.steps(scale, zero)
         return (self._weight * self._groups * c).sum(-1) / (self._weight * c.square()).sum(-1).clamp(min=1e-30)
 
@@ -105,15 +104,15 @@ def fit_grid(
 ) -> Grid:
     """Fit one grid to every row and group of `weight` (N, K) float32, groups of `group_size` adjacent columns.
 
-    Without `search` the grid spans the group's range. With it, the range is shrunk in steps and then the scale is
+    Without `search`, the grid spans the group's range. With it, the range is shrunk in steps, the scale is
     refined in closed form, and the choice with the least squared error, weighted by `importance` ((K,), such as the
-    Hessian's diagonal), is kept; a ``quick`` search tries four smaller ranges and refines none. `least_zero` is 1 for
+    Hessian's diagonal), is used; a ``quick`` search tries four smaller ranges and refines none. `least_zero` is 1 for
     GPTQ's layout, which cannot store a zero point of 0.
     """
     columns = weight.shape[1]
     each = torch.ones(columns, device=weight.device) if importance is None else importance.to(torch.float32)
     quick = search == "quick"
-    each = each.contiguous().reshape(1, -1, group_size)  # a matrix's diagonal would be read from everywhere
+    each = each.contiguous().reshape(1, -1, group_size)  # a matrix's diagonal is scattered in memory
     fitted = [
         _fit_rows(rows.reshape(len(rows), -1, group_size), bits, symmetric, each if search else None, quick, least_zero)
         for rows in weight.split(rows_together(weight, SLAB_ELEMENTS))
@@ -125,7 +124,7 @@ def fit_grid(
 def _fit_rows(
     groups: torch.Tensor, bits: int, symmetric: bool, each: torch.Tensor | None, quick: bool, least_zero: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zeros (n, G) float32 of groups (n, G, group); searched where weights `each` (1, G, group) come."""
+    """Return scales and zeros (n, G) float32 of groups (n, G, group); search them if there are weights `each`."""
     full, zero = _range(groups, bits, symmetric, least_zero)
     scale = stored_scale(full)
     if each is None:
@@ -138,19 +137,19 @@ def _fit_rows(
 
 
 def _better(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Of two fits (4, n, G) the one with the lesser loss, which is the first of the four, by row and group."""
+    """Return, by row and group, the one of two fits (4, n, G) with the smaller loss, the first of the four."""
     return torch.where(other[0] < one[0], other, one)
 
 
 def _searched(
     losses: _Losses, full: torch.Tensor, zero: torch.Tensor, low: torch.Tensor, quick: bool, least_zero: int
 ) -> torch.Tensor:
-    """The best losses, scales, zeros and shares of the range, (4, n, G) float32, for scales of the sign of `full`.
+    """Return the best losses, scales, zeros and range shares, (4, n, G) float32, for scales of the sign of `full`.
 
-    `full` (n, G) are those that span the groups; `low` is what the groups reach down.
+    `full` (n, G) are the scales that span the groups; `low` are the groups' minima.
     """
     symmetric, top = losses.middle is not None, losses.top
-    # Symmetric codes reach one step less far to one side, so a little more than the range can be best.
+    # Symmetric codes reach one step less to one side, so slightly more than the range can be best.
     widest = top / (top - 1) if symmetric else 1.0
     apart = (widest - LEAST_SHRINK) / COARSE_STEPS
     scale = stored_scale(full)
@@ -184,7 +183,7 @@ def _searched(
 
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Tensor:
-    """Codes (N, K) uint8 of `weight` (N, K) by plain rounding."""
+    """Return codes (N, K) uint8 of `weight` (N, K), rounded to nearest."""
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     step = rows_together(weight, SLAB_ELEMENTS)
     for rows, *given in zip(*(t.split(step) for t in (codes, weight, grid.scales, grid.zeros)), strict=True):
@@ -195,7 +194,7 @@ def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Te
 
 
 def round_to_nearest(weight: torch.Tensor, group_size: int, bits: int, **how: Any) -> GroupedWeight:
-    """`weight` (N, K) float32 on the nearest codes of a grid, on its device; groups are of neighbouring columns.
+    """Round `weight` (N, K) float32 to the nearest codes of a grid, on its device, in groups of neighbouring columns.
 
     `group_size` -1: a group is a whole row; `how` are the other arguments of `fit_grid`.
     """
@@ -207,7 +206,7 @@ def round_to_nearest(weight: torch.Tensor, group_size: int, bits: int, **how: An
 
 
 def cast_finite(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """`tensor` in `dtype`; raises ValuesError where values beyond its range would become infinite."""
+    """Return `tensor` in `dtype`; raises ValuesError if values beyond its range would become infinite."""
     rounded = tensor.to(dtype)
     if not bool(torch.isfinite(rounded).all()):
         kind = str(dtype).removeprefix("torch.")

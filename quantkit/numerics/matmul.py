@@ -1,9 +1,9 @@
-"""Products in the float type that the processor multiplies fastest: bfloat16 where it has units for it, else float32.
+"""Products in the processor's fastest float type: bfloat16 if it has hardware for it, else float32.
 
-A processor without units for bfloat16 (most of today's desktops and laptops) takes about seven times as long for it as
-for float32, and one of Intel's with AVX-512's instructions for it, but without AMX (or where a virtual machine hides
-that), 1.6 times as long. There the inputs and a part of the weight at a time are widened, the product is summed in
-float32, and rounded once: what the units do elsewhere.
+A processor without bfloat16 hardware (most of today's desktops and laptops) needs about seven times as long for it as
+for float32; an Intel processor with AVX-512's bfloat16 instructions, but without AMX (or if a virtual machine hides
+it), 1.6 times as long. There, the inputs and parts of the weight are converted to float32, the product is summed in
+float32 and rounded once, as the hardware does elsewhere.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 LINEAR = nn.functional.linear
-FEW_ROWS = 4  # that many and less are multiplied as they are: to widen the weight would take longer
-SLAB_ELEMENTS = 1 << 20  # of the weight that are wide at a time
+FEW_ROWS = 4  # up to this many rows are multiplied directly, as converting the weight would take longer
+SLAB_ELEMENTS = 1 << 20  # elements of the weight converted at a time
 QUICK_COLUMNS = 1024
 # Each kernel takes a GPU some microseconds to start, so few large kernels are faster than many small ones. 268 MB in
 # float32 hold the largest layer of an 8B model.
@@ -27,7 +27,7 @@ GPU_ELEMENTS = 1 << 26
 
 @cache
 def _has_units(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies the dtype no slower than float32."""
+    """Return whether the processor multiplies the dtype no slower than float32."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16 and _only_avx512(torch.cpu.get_capabilities()):
@@ -40,7 +40,7 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 
 def _only_avx512(processor: Mapping[str, Any]) -> bool:
-    """Whether an x86 processor's fastest way with bfloat16 does as many products a cycle as its one with float32.
+    """Return whether an x86 processor's fastest bfloat16 path does as many products per cycle as float32.
 
     Intel's cores start one VDPBF16PS of 32 products a cycle, and two FMAs of 16 (https://uops.info); AMD's one of each.
     """
@@ -48,30 +48,30 @@ def _only_avx512(processor: Mapping[str, Any]) -> bool:
 
 
 def fast_dtype(x: torch.Tensor) -> torch.dtype:
-    """In what `x` is best multiplied where it lies: its own dtype, or float32."""
+    """Return the fastest dtype to multiply `x` in on its device: its own, or float32."""
     return x.dtype if x.device.type != "cpu" or _has_units(x.dtype) else torch.float32
 
 
 def quick_dtype(device: torch.device) -> torch.dtype:
-    """In what a product of float32 that needs few digits is made on `device`: bfloat16, or float32 as it is."""
+    """Return the dtype for float32 products that need few digits on `device`: bfloat16 or float32."""
     return torch.bfloat16 if device.type == "cpu" and _has_units(torch.bfloat16) else torch.float32
 
 
 def quick(values: torch.Tensor) -> torch.Tensor:
-    """Float32 values in `quick_dtype`."""
+    """Return float32 values in `quick_dtype`."""
     return values.to(quick_dtype(values.device))
 
 
 def product_in(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (M, K) float32 times b (K, N) of `quick` or of float32, in b's dtype, (M, N) float32."""
+    """Multiply a (M, K) float32 by b (K, N), `quick` or float32, in b's dtype; return (M, N) float32."""
     return (a.to(b.dtype) @ b).to(torch.float32)
 
 
 def quick_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (M, K) times b (K, N) float32, in `quick_dtype`, (M, N) float32; b is made `quick` some columns at a time.
+    """Multiply a (M, K) by b (K, N) float32 in `quick_dtype`; return (M, N) float32. b is converted in column blocks.
 
-    In bfloat16 both factors and the result are rounded, each by 2^-9 of itself at most, and sums are float32: for what
-    is small against that to which it is added, and for where to go from a point whose error is known.
+    In bfloat16, both factors and the result are rounded, to a relative error of 2^-9 at most, and sums are float32. Use
+    it for small corrections, and for directions from a point whose error is known.
     """
     near = quick(a)
     if near.dtype == b.dtype:
@@ -80,7 +80,7 @@ def quick_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (..., K) times weight (N, K), transposed, and bias (N,) -> (..., N), in their dtype."""
+    """Multiply x (..., K) by the transposed weight (N, K) and add bias (N,): (..., N), in their dtype."""
     if fast_dtype(x) == x.dtype or x.numel() <= FEW_ROWS * x.shape[-1]:
         return LINEAR(x, weight, bias)
     values: torch.Tensor = _Widened.apply(x, weight, bias)
@@ -88,7 +88,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 class _Widened(torch.autograd.Function):
-    """`product` by way of float32; keeps for the gradients what it was given, not what it widened."""
+    """`product` through float32; saves its inputs for gradients, not the converted tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -123,17 +123,17 @@ class _Widened(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """A linear layer by way of `product`."""
+    """A linear layer that calls `product`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias)
 
 
 def use_products(model: nn.Module) -> None:
-    """Let the linear layers of `model` be of the class `Linear`, in place.
+    """Change the linear layers of `model` to the class `Linear`, in place.
 
-    Other layers in their place would be missed by code that has a second name for one: a skeleton of GPT-NeoX has its
-    output layer by the checkpoint's name and by that of transformers.
+    Replacing layers would miss second references to them: a skeleton of GPT-NeoX has its
+    output layer by the checkpoint's name and by transformers' name.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -141,7 +141,7 @@ def use_products(model: nn.Module) -> None:
 
 
 class products_everywhere(TorchFunctionMode):  # noqa: N801 - it is called like a function
-    """While it lasts, linear layers of any class, in models that are not quantkit's to change, call `product`."""
+    """Within this context, linear layers of any class call `product`, for models that quantkit must not change."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,10 +150,10 @@ class products_everywhere(TorchFunctionMode):  # noqa: N801 - it is called like 
 
 
 def elements_together(elements: int, device: torch.device) -> int:
-    """The number of elements to compute together: `elements` on the CPU, at least `GPU_ELEMENTS` elsewhere."""
+    """Return the number of elements to compute together: `elements` on the CPU, at least `GPU_ELEMENTS` elsewhere."""
     return elements if device.type == "cpu" else max(elements, GPU_ELEMENTS)
 
 
 def rows_together(weight: torch.Tensor, elements: int) -> int:
-    """How many rows of `weight` (N, K) to compute together; `elements` is their size on the CPU."""
+    """Return how many rows of `weight` (N, K) to compute together; `elements` is their size on the CPU."""
     return max(1, elements_together(elements, weight.device) // weight.shape[1])

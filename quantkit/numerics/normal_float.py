@@ -1,4 +1,4 @@
-"""A weight as 4-bit codes of a table of 16 values, a scale for each run of values, as bitsandbytes packs it.
+"""A weight as 4-bit codes of a table of 16 values with a scale per run of values, as packed by bitsandbytes.
 
 Paper: Dettmers et al., QLoRA, arXiv:2305.14314 (section 3: NF4 and double quantization).
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 STATES = {kind: f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 CODES, NESTED_CODES = 16, 256
 HALF = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)  # of FP4: sign, 2 bits of exponent, 1 of mantissa
-# Engines compute with these whatever a file says.
+# Engines always compute with these tables, even if a file has others.
 TABLES = {
     "nf4": (  # the paper's appendix E
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -27,7 +27,7 @@ TABLES = {
     "fp4": (*HALF, *(-value for value in HALF)),
 }
 LARGEST_BLOCK = 1 << 16  # values of a run
-PIECE = 1 << 20  # values that are unpacked at a time
+PIECE = 1 << 20  # values unpacked at a time
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class NormalFloatWeight:
 
     @property
     def kind(self) -> str:
-        """``nf4`` or ``fp4``: which table the codes are of."""
+        """Return the codes' table, ``nf4`` or ``fp4``."""
         return next((kind for kind, state in STATES.items() if state in self.parts), "nf4")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), as the state says; raises ValueError."""
+        """Return (N, K) from the state; raises ValueError."""
         rows, columns = self._state()["shape"]
         return rows, columns
 
     def dense(self) -> torch.Tensor:
-        """The values (N, K) float32, by our own arithmetic; raises ValueError for parts that do not belong together."""
+        """Return the values (N, K) float32, without bitsandbytes; raises ValueError for mismatched parts."""
         import torch
 
         state = self._state()
@@ -84,13 +84,13 @@ class NormalFloatWeight:
     def _state(self) -> dict[str, Any]:
         state = json.loads(bytes(self._part(STATES[self.kind], "uint8").tolist()).decode("utf-8"))
         if not isinstance(state, dict) or state.get("quant_type") != self.kind:
-            raise ValueError(f"its quant_state tells of no {self.kind}")
+            raise ValueError(f"its quant_state is not of {self.kind}")
         shape = state.get("shape")
         if not isinstance(shape, list) or len(shape) != 2 or not all(_is_count(n) for n in shape):
             raise ValueError(f"its quant_state has the shape {shape!r:.200}")
         if str(self.packed.dtype) != "torch.uint8" or self.packed.numel() != -(-math.prod(shape) // 2):
-            raise ValueError(f"{self.packed.numel()} bytes of {self.packed.dtype} are no codes for the shape {shape}")
-        if len(self.packed) != self.packed.numel():  # bitsandbytes turns what it reads of a single row
+            raise ValueError(f"{self.packed.numel()} bytes of {self.packed.dtype} are not codes for the shape {shape}")
+        if len(self.packed) != self.packed.numel():  # bitsandbytes transposes a single row
             raise ValueError(f"its codes have the shape {tuple(self.packed.shape)}, and not one column")
         for key in ("blocksize", "nested_blocksize"):
             if (key == "blocksize" or key in state) and not (_is_count(state.get(key)) and state[key] <= LARGEST_BLOCK):
@@ -103,7 +103,7 @@ class NormalFloatWeight:
         return state
 
     def _part(self, name: str, dtype: str, count: int | None = None) -> torch.Tensor:
-        """One of the parts, flat; raises ValueError where it is missing, of another type, or has not `count` values."""
+        """Return one of the parts, flat; raises ValueError if it is missing or of another type or `count`."""
         part = self.parts.get(name)
         if part is None:
             raise ValueError(f"its {name} is missing")

@@ -1,4 +1,4 @@
-"""A linear layer's weight as narrow values times scales, and how its inputs are rounded where it is computed.
+"""A linear layer's weight as low-precision values times scales, and the rounding of its inputs by engines.
 
 A GroupedWeight has integer codes with a scale and a zero for each output row and group of input columns. The values of
 a ScaledWeight are int8; float8_e4m3fn (Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433); or E2M1,
@@ -36,21 +36,21 @@ class GroupedWeight:
         return self.steps().mul_(self.spread(self.scales))
 
     def steps(self) -> torch.Tensor:
-        """Codes less zeros, (N, K) float32."""
+        """Return codes minus zeros, (N, K) float32."""
         return self.codes.float().sub_(self.spread(self.zeros))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """One value of each row and group (N, G) for each of the group's columns, (N, K) float32."""
+        """Spread values (N, G) of rows and groups over the groups' columns, (N, K) float32."""
         return values.float().index_select(1, self.g_idx)
 
-    def beside(self) -> torch.Tensor | None:
-        """The order (K,) int64 in which each group's columns lie side by side, or None where they do already."""
+    def group_order(self) -> torch.Tensor | None:
+        """Return the order (K,) int64 that makes each group's columns contiguous, or None if they already are."""
         order = self.g_idx.argsort(stable=True)
         return None if self.g_idx[order].equal(self.g_idx) else order
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """The sums (N, G) of values (N, K) over each group's columns."""
-        order = self.beside()
+        """Return the sums (N, G) of values (N, K) over each group's columns."""
+        order = self.group_order()
         values = values if order is None else values.index_select(1, order)
         return values.reshape(*self.scales.shape, -1).sum(-1)
 
@@ -60,7 +60,7 @@ class GroupedWeight:
         return [GroupedWeight(codes, scales, zeros, self.g_idx, self.bits) for codes, scales, zeros in parts]
 
     def with_rows(self, taken: torch.Tensor, other: GroupedWeight) -> GroupedWeight:
-        """Those rows of `other`, a weight with the same groups, that `taken` (N,) bool says, and the rest as here."""
+        """Return this weight with the rows `taken` (N,) bool replaced by those of `other`, with the same groups."""
         import torch
 
         codes, scales, zeros = (
@@ -74,23 +74,23 @@ class GroupedWeight:
 
 
 def contiguous_groups(columns: int, group_size: int, device: torch.device | None = None) -> torch.Tensor:
-    """(columns,) int64 group index of each input column on `device`, groups lying side by side."""
+    """Return the group index (columns,) int64 of each input column on `device`, for contiguous groups."""
     import torch
 
     return torch.arange(columns, device=device) // group_size
 
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are their negatives
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0 to 7; codes 8 to 15 are their negatives
 E2M1_CODES = (*E2M1, *(-value for value in E2M1))
 E8M0_BIAS = 127
 INT8_TOP, FLOAT8_TOP, FLOAT4_TOP = 127.0, 448.0, 6.0
-# Below this scale vLLM's kernel for dynamic FP8 does not go.
+# Smallest scale in vLLM's kernel for dynamic FP8.
 LEAST_FLOAT8_SCALE = 1 / (FLOAT8_TOP * 512)
 
 
 @dataclass(frozen=True)
 class InputRounding:
-    """Inputs are rounded to 8 bits as they come, by the largest of each token or of its every `group` columns.
+    """Dynamic rounding of inputs to 8 bits, by the largest value of each token or of each `group` of its columns.
 
     `kind` is ``int8`` (scale: largest / 127) or ``float8`` (largest / 448), as in vLLM's kernels.
     """
@@ -99,7 +99,7 @@ class InputRounding:
     group: int | None = None
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Inputs (..., K) of any float dtype as the kernel sees them, codes times scales, float32."""
+        """Return inputs (..., K) of any float dtype as the kernel rounds them, codes times scales, float32."""
         import torch
 
         parts = x.to(torch.float32)
@@ -117,7 +117,7 @@ class InputRounding:
 
     @property
     def words(self) -> str:
-        """What it does, in a few words."""
+        """Describe the rounding in a few words."""
         bits = "8-bit integers" if self.kind == "int8" else "8-bit floats"
         each = "token" if self.group is None else f"token and {self.group} columns"
         return f"{bits} with a scale for each {each}"
@@ -128,8 +128,8 @@ class ScaledWeight:
     """value[n, k] = values[n, k] * scales[n // rows, k // columns] / divisor, `block` being (rows, columns).
 
     values (N, K): int8, float8_e4m3fn, or uint8 codes of E2M1. scales (ceil(N / rows), ceil(K / columns)): bfloat16,
-    float16 or float32; float8_e4m3fn with a divisor (1,) float32; uint8 exponents of E8M0. `inputs`: engines round what
-    flows in.
+    float16 or float32; float8_e4m3fn with a divisor (1,) float32; uint8 exponents of E8M0. `inputs`: engines round
+    inputs.
     """
 
     values: torch.Tensor
@@ -152,7 +152,7 @@ class ScaledWeight:
         return self.steps().mul_(factors)
 
     def steps(self) -> torch.Tensor:
-        """What the scales are multiplied with, (N, K) float32."""
+        """Return the values without scales, (N, K) float32."""
         import torch
 
         if self.values.dtype != torch.uint8:
@@ -161,7 +161,7 @@ class ScaledWeight:
         return table[self.values.to(torch.int32)]
 
     def factors(self) -> torch.Tensor:
-        """The scales as numbers, divided, float32 of their shape."""
+        """Return the scales over the divisor, float32, in their shape."""
         import torch
 
         if self.scales.dtype == torch.uint8:
@@ -183,7 +183,7 @@ class ScaledWeight:
         parts, start = [], 0
         for count in rows:
             if not whole and start % high:
-                raise ValueError(f"row {start} lies inside a block of {high} rows")
+                raise ValueError(f"row {start} is inside a block of {high} rows")
             scales = self.scales if whole else self.scales[start // high : -(-(start + count) // high)]
             block = (max(1, min(high, count)), self.block[1]) if whole else self.block
             parts.append(replace(self, values=self.values[start : start + count], scales=scales, block=block))

@@ -1,7 +1,7 @@
-"""Scales after rounding: with the codes held, the scales that bring the layer's outputs nearest, in closed form.
+"""Refit scales after rounding: with fixed codes, find the scales with the least output error, in closed form.
 
 Minimizes tr((W - S o C) H (W - S o C)^T) over the scales of each row's groups, C being codes minus zeros: linear least
-squares with one unknown for each group. Rows do not depend on each other.
+squares with one unknown per group. Rows are independent.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.numerics.second_moments import permuted
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
-SLAB_ELEMENTS = 1 << 21  # of the rows that are fitted together
-TILE_ELEMENTS = 1 << 19  # of a product that is summed up while it is in the processor's cache
-LEADING = 8  # directions of a Hessian that are kept apart where products are quick
-ITERATIONS = 4  # in which they are found
-SLAB_ROWS = 512  # of a Hessian that is parted
-ALIKE_BITS = 4  # values of so many bits are much the same whichever way they are rounded
+SLAB_ELEMENTS = 1 << 21  # elements of rows fitted together
+TILE_ELEMENTS = 1 << 19  # elements of a product that is summed while it is in the processor's cache
+LEADING = 8  # directions of a Hessian that are separated if products are quick
+ITERATIONS = 4  # iterations to find them
+SLAB_ROWS = 512  # rows of a Hessian processed at a time
+ALIKE_BITS = 4  # from this many bits on, values barely depend on how they are rounded
 WIDEST = 2.0  # a scale may move by this factor at most
 
-# A layer and, where they are known, the slopes E H (N, K) float32 of its errors E = target - values.
+# A layer and, if known, the slopes E H (N, K) float32 of its errors E = target - values.
 RoundedLayer = tuple[GroupedWeight, torch.Tensor | None]
 
 
 class PartedHessian:
-    """H (K, K) float32 as V diag(s) V^T in float32, V (K, R) its leading directions, and a rest that is `quick`.
+    """H (K, K) float32 as V diag(s) V^T in float32, with V (K, R) its leading directions, plus a `quick` rest.
 
-    Errors that scales were fitted to hardly lie in those directions, which can be 10^5 times as large as most: products
-    with the whole of H in bfloat16 would be more rounding than anything else. Where products are of float32, R is 0 and
-    the rest is H itself. `order` (K,) int64 puts the columns of each group side by side, where they do not lie so.
+    Errors after fitting scales are nearly orthogonal to those directions, which can be 10^5 times the others: products
+    with all of H in bfloat16 would mostly be rounding error. With float32 products, R is 0 and
+    the rest is H itself. `order` (K,) int64 makes each group's columns contiguous, if they are not.
     """
 
     def __init__(self, hessian: torch.Tensor, order: torch.Tensor | None = None) -> None:
@@ -57,7 +57,7 @@ class PartedHessian:
         return product_in(values, self._rest).addmm_(values @ self._vectors * self._sizes, self._vectors.T)
 
     def normal_equations(self, values: torch.Tensor, units: int) -> torch.Tensor:
-        """Those of one part (n, K)."""
+        """Return the normal equations of one part (n, K)."""
         cut = (units, values.shape[1] // units)
         shares = torch.einsum("ngk,gkr->ngr", values.unflatten(1, cut), self._vectors.unflatten(0, cut))
         shares = shares.to(torch.float64)
@@ -65,10 +65,10 @@ class PartedHessian:
 
 
 class Refit:
-    """Fits the scales of layers whose codes aim at one weight, `target` (N, K) float32, for a Hessian E[x x^T] (K, K).
+    """Fits the scales of layers whose codes approximate one weight, `target` (N, K) float32, for H = E[x x^T] (K, K).
 
-    Which way the scales have to move is found from each layer's own errors; how far, from normal equations of its
-    values, for which from `ALIKE_BITS` bits on those of the first layer stand in: all come near the target.
+    The direction of the scales' change comes from each layer's own errors; the step from normal equations of its
+    values. From `ALIKE_BITS` bits on, the first layer's equations serve all, as all layers are near the target.
     """
 
     def __init__(self, target: torch.Tensor, hessian: PartedHessian) -> None:
@@ -77,9 +77,9 @@ class Refit:
         self._normals: list[torch.Tensor] = []
 
     def __call__(self, layer: GroupedWeight, slopes: torch.Tensor | None = None) -> tuple[GroupedWeight, torch.Tensor]:
-        """`layer` with refitted scales, and each row's error (N,) float64; `slopes` as of `RoundedLayer`.
+        """Return `layer` with refitted scales, and each row's error (N,) float64; `slopes`: see `RoundedLayer`.
 
-        A row whose error would not fall keeps its own scales.
+        A row whose error would not fall keeps its scales.
         """
         columns, groups = layer.shape[1], layer.scales.shape[1]
         scales: list[torch.Tensor] = []
@@ -103,9 +103,9 @@ class Refit:
     def rounds(
         self, first: RoundedLayer, count: int, requantize: Callable[[GroupedWeight], RoundedLayer]
     ) -> GroupedWeight:
-        """What was rounded `first` refitted, then so often that it is `count` roundings rounded again and refitted.
+        """Refit the `first` rounding, then round again and refit, until there were `count` roundings.
 
-        A row keeps what is better.
+        Each row keeps its best result.
         """
         layer, error = self(*first)
         for _ in range(count - 1):
@@ -126,10 +126,10 @@ class Refit:
         stored: torch.Tensor,
         normal: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales (n, G) float16 in place of the `stored` ones, and the rows' errors.
+        """Return scales (n, G) float16 that replace the `stored` ones, and the rows' errors.
 
-        The errors, the values and the errors' slopes are (n, K), groups side by side; `normal` is (n, G, G) float64.
-        What is solved for is by which share of itself each scale should grow.
+        Errors, values and the errors' slopes are (n, K), with contiguous groups; `normal` is (n, G, G) float64.
+        The unknowns are the relative changes of the scales.
         """
         aimed = unit_sums(slopes * values, stored.shape[1])
         growth = 1 + solve_rows(normal, aimed, RIDGE)
@@ -142,7 +142,7 @@ class Refit:
 
 
 def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units: int) -> torch.Tensor:
-    """p_g^T H_gh q_h (n, P * U, P * U) float64 for all parts p, q of a row and units g, h of columns side by side.
+    """Return p_g^T H_gh q_h (n, P * U, P * U) float64 for all parts p, q of a row and contiguous units g, h of columns.
 
     `parts` are P of (n, K) float32, of `units` U each; hessian (K, K) is float32 or `quick`.
     """
@@ -164,26 +164,26 @@ def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units
 
 
 def unit_sums(values: torch.Tensor, units: int) -> torch.Tensor:
-    """(n, K) -> (n, units) float64: the sums of columns side by side."""
+    """Return the sums (n, units) float64 over contiguous columns of (n, K)."""
     return values.view(len(values), units, -1).sum(-1).to(torch.float64)
 
 
 def solve_rows(normal: torch.Tensor, aimed: torch.Tensor, ridge: float, near: torch.Tensor | float = 0) -> torch.Tensor:
-    """The s (n, U) with least s^T N s - 2 a^T s of each row, for `normal` N (n, U, U) and `aimed` a (n, U), float64.
+    """Return s (n, U) with the least s^T N s - 2 a^T s per row, for `normal` N (n, U, U) and `aimed` a (n, U), float64.
 
-    They are held at `near` (n, U) by the share `ridge` of the mean diagonal.
+    The share `ridge` of the mean diagonal pulls them towards `near` (n, U).
     """
     held = ridge * torch.diagonal(normal, dim1=1, dim2=2).mean(1)[:, None] + 1e-30
     return torch.linalg.solve(normal + torch.diag_embed(held.expand_as(aimed)), aimed + held * near)
 
 
 def better_rows(normal: torch.Tensor, aimed: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Rows (n, U) of `new` where s^T N s - 2 a^T s is less than that of `old`, else of `old`."""
+    """Return rows (n, U) of `new` where s^T N s - 2 a^T s is less than for `old`, else of `old`."""
     better = row_errors(normal, aimed, new) < row_errors(normal, aimed, old)
     return torch.where(better[:, None], new, old)
 
 
 def row_errors(normal: torch.Tensor, aimed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """s^T N s - 2 a^T s (n,) float64 of each row's s (n, U)."""
+    """Return s^T N s - 2 a^T s (n,) float64 of each row's s (n, U)."""
     s = scales.to(torch.float64)
     return ((normal @ s[..., None])[..., 0] * s - 2 * aimed * s).sum(-1)

@@ -1,8 +1,8 @@
-"""Scales of rows, blocks and groups: by the largest value, or by a search for the least weighted squared error.
+"""Fit scales of rows, blocks and groups: by the largest value, or by a search for the least weighted squared error.
 
-A scale is searched among multiples of the one that the largest value asks for, each rounded as it is stored, so the
-search is never worse. Integers gain by a smaller one, which cuts the largest values off. Floats gain within an octave:
-their points do not change with a factor of two, but between two the values of a row lie nearer to them or less near.
+A scale is searched among multiples of the largest value's scale, each rounded as stored, so the
+search is never worse. Integers gain from a smaller scale, which clips the largest values. Floats gain within an octave:
+a factor of two does not change their points, but within an octave the values of a row can be nearer to points.
 
 With error feedback: GPTQ's arithmetic (Frantar et al., arXiv:2210.17323) on these grids. Both are whole numbers times a
 scale: int8 all from -127 to 127, E2M1 the half steps 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
@@ -30,21 +30,21 @@ OCTAVE = tuple(2 ** (step / 16) for step in range(1, 16))
 SHRINKING = tuple(1 - 0.04 * step for step in range(1, 13))
 AROUND = tuple(0.7 + 0.05 * step for step in range(17))
 NEIGHBOURS = (0.5, 2.0)
-LEAST_SCALE = 2.0**-100  # of 8-bit values; a row of zeros has it
+LEAST_SCALE = 2.0**-100  # of 8-bit values; the scale of a row of zeros
 BLOCK = 128  # rows and columns of an FP8 block
-SLAB_ELEMENTS = 1 << 18  # that are fitted together, so that they stay in the processor's cache
-FEEDBACK_SLAB_ELEMENTS = 1 << 24  # of the rows that are rounded together with feedback
+SLAB_ELEMENTS = 1 << 18  # elements fitted together, so that they stay in the processor's cache
+FEEDBACK_SLAB_ELEMENTS = 1 << 24  # elements of rows rounded together with feedback
 FLOAT4_GROUPS = {"nvfp4": 16, "mxfp4": 32}
-# Of the largest E8M0 scale but one, and the smallest that is no subnormal float32.
+# Exponents: of the second largest E8M0 scale, and of the smallest that is not a subnormal float32.
 MOST_EXPONENT, LEAST_EXPONENT = 126, -126
-SWITCH = 1.75  # a largest value of so many powers of two takes the next one, as compressed-tensors' observers have it
+SWITCH = 1.75  # from this multiple of a power of two on, the next power is used, as in compressed-tensors' observers
 
 Store = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Points:
-    """The points that values are rounded to: the largest one, the `nearest` of them, and the `factors` of a search."""
+    """The points that values are rounded to: the largest, the rounding `nearest`, and the `factors` of a search."""
 
     top: float
     nearest: Callable[[torch.Tensor], torch.Tensor]
@@ -52,19 +52,19 @@ class Points:
 
 
 def nearest_int8(x: torch.Tensor) -> torch.Tensor:
-    """The nearest whole numbers from -127 to 127, float32."""
+    """Return the nearest integers from -127 to 127, float32."""
     return torch.round(x).clamp_(-INT8_TOP, INT8_TOP)
 
 
 def nearest_float8(x: torch.Tensor) -> torch.Tensor:
-    """The nearest values of float8_e4m3fn, float32."""
+    """Return the nearest values of float8_e4m3fn, float32."""
     return x.clamp(-FLOAT8_TOP, FLOAT8_TOP).to(torch.float8_e4m3fn).to(torch.float32)
 
 
 def nearest_half_steps(x: torch.Tensor) -> torch.Tensor:
-    """Twice the nearest values of E2M1, for twice the numbers x, float32: whole numbers from -12 to 12.
+    """Return twice the nearest values of E2M1, for twice the numbers x, float32: integers from -12 to 12.
 
-    Of two that are equally near it is the one with an even code.
+    Ties go to the even code.
     """
     size = x.abs()
     step = 1 + (size >= 4).to(x.dtype) + 2 * (size >= 8).to(x.dtype)
@@ -72,7 +72,7 @@ def nearest_half_steps(x: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_float4(x: torch.Tensor) -> torch.Tensor:
-    """The nearest values of E2M1, float32."""
+    """Return the nearest values of E2M1, float32."""
     return nearest_half_steps(2 * x).mul_(0.5)
 
 
@@ -83,12 +83,12 @@ MXFP4 = Points(FLOAT4_TOP, nearest_float4, NEIGHBOURS)
 
 
 def stored_bfloat16(scale: torch.Tensor) -> torch.Tensor:
-    """Scales rounded to bfloat16, never zero; float32 out."""
+    """Return scales rounded to bfloat16, never zero, as float32."""
     return scale.clamp(min=LEAST_SCALE).to(torch.bfloat16).to(torch.float32)
 
 
 def stored_float8(divisor: float) -> Store:
-    """Scales as NVFP4 stores them: float8_e4m3fn over a divisor, never zero; float32 out."""
+    """Return a function that rounds scales as NVFP4 stores them: float8_e4m3fn over a divisor, never zero."""
 
     def store(scale: torch.Tensor) -> torch.Tensor:
         size = (scale * divisor).clamp(2.0**-9, FLOAT8_TOP)
@@ -98,7 +98,7 @@ def stored_float8(divisor: float) -> Store:
 
 
 def stored_power(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as MXFP4 stores them: the power of two of the largest value scale * 6, one more from 1.75 of it on."""
+    """Round scales as MXFP4 stores them: the power of two of the largest value scale * 6, plus one from 1.75 on."""
     exponents = torch.frexp(scale * (FLOAT4_TOP / SWITCH))[1] - 2
     exponents = torch.where(scale > 0, exponents, 0).clamp_(LEAST_EXPONENT, MOST_EXPONENT)
     return torch.ldexp(torch.ones_like(scale), exponents)
@@ -112,7 +112,7 @@ def fit_scales(
     search: bool = True,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One scale for each group of (..., size) float32: (...) float32, as `store` rounds it.
+    """Return one scale per group of (..., size) float32: (...) float32, as `store` rounds it.
 
     With `search` the squared error weighted by `importance`, which broadcasts with the groups, is least among the
     trials and no more than that of the largest value's scale.
@@ -138,7 +138,7 @@ def fit_scales(
 
 
 def round_rows(weight: torch.Tensor, points: Points, *, search: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values (N, K) float32 of `points`, and scales (N, 1) float32 that bfloat16 holds, for (N, K) float32."""
+    """Return values (N, K) float32 of `points` and scales (N, 1) float32, exact in bfloat16, for (N, K) float32."""
     values, scales = [], []
     for part in weight.split(rows_together(weight, SLAB_ELEMENTS)):
         scale = fit_scales(part, points, stored_bfloat16, search=search)[:, None]
@@ -148,7 +148,7 @@ def round_rows(weight: torch.Tensor, points: Points, *, search: bool = True) -> 
 
 
 def round_blocks(weight: torch.Tensor, points: Points, *, search: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `round_rows`, with a scale for each block of 128 x 128: (ceil(N / 128), ceil(K / 128)) float32."""
+    """Round as `round_rows`, with a scale per block of 128 x 128: (ceil(N / 128), ceil(K / 128)) float32."""
     columns = weight.shape[1]
     values, scales = [], []
     for part in weight.split(BLOCK):
@@ -162,7 +162,7 @@ def round_blocks(weight: torch.Tensor, points: Points, *, search: bool = True) -
 
 
 def round_float8(weight: torch.Tensor, *, blocks: bool, search: bool = True) -> ScaledWeight:
-    """(N, K) float32 as float8_e4m3fn with bfloat16 scales of rows, or of blocks of 128 x 128.
+    """Round (N, K) float32 to float8_e4m3fn with bfloat16 scales of rows, or of blocks of 128 x 128.
 
     Inputs are rounded by token, or by token and 128 columns.
     """
@@ -176,22 +176,22 @@ def round_float8(weight: torch.Tensor, *, blocks: bool, search: bool = True) -> 
 
 
 def round_int8(weight: torch.Tensor, *, search: bool = True) -> ScaledWeight:
-    """(N, K) float32 as int8 with bfloat16 scales of rows; inputs are rounded by token."""
+    """Round (N, K) float32 to int8 with bfloat16 scales of rows; inputs are rounded by token."""
     values, scales = round_rows(weight, INT8, search=search)
     return int8_weight(values, scales)
 
 
 def int8_weight(values: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
-    """A layer of whole numbers (N, K) with scales (N, 1) that bfloat16 holds."""
+    """Return a layer of integers (N, K) with scales (N, 1), exact in bfloat16."""
     return ScaledWeight(
         values.to(torch.int8), scales.to(torch.bfloat16), (1, values.shape[1]), inputs=InputRounding("int8")
     )
 
 
 def divisor_of(largest: float) -> float:
-    """NVFP4's divisor for layers whose largest absolute value that is: with it the largest scale is 448.
+    """Return NVFP4's divisor for layers with this largest absolute value, for which the largest scale is 448.
 
-    Engines that compute several layers as one take one divisor for all of them.
+    Engines that fuse several layers use one divisor for all of them.
     """
     divisor = torch.tensor(FLOAT8_TOP * FLOAT4_TOP) / torch.tensor(largest)
     return float(divisor) if largest > 0 and bool(torch.isfinite(divisor)) else 1.0
@@ -209,7 +209,7 @@ class Float4:
         return FLOAT4_GROUPS[self.kind]
 
     def fit(self, weight: torch.Tensor, *, search: bool, importance: torch.Tensor | None = None) -> torch.Tensor:
-        """Scales (N, K / group) float32, as they are stored, for (N, K) float32 and `importance` (K,)."""
+        """Return scales (N, K / group) float32, rounded as stored, for (N, K) float32 and `importance` (K,)."""
         points, store = (NVFP4, stored_float8(self.divisor)) if self.kind == "nvfp4" else (MXFP4, stored_power)
         weights = None if importance is None else importance.view(-1, self.group)
         parts = [
@@ -219,7 +219,7 @@ class Float4:
         return torch.cat(parts)
 
     def weight(self, half_steps: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
-        """The layer of half steps (N, K), whole numbers from -12 to 12, and scales as `fit` gives them."""
+        """Return the layer of half steps (N, K), integers from -12 to 12, and scales from `fit`."""
         size = half_steps.abs().to(torch.uint8)
         codes = torch.where(size <= 4, size, torch.where(size < 8, 5, torch.where(size < 12, 6, 7))).to(torch.uint8)
         codes += 8 * (half_steps < 0).to(torch.uint8)
@@ -237,9 +237,9 @@ class Float4:
 
 
 def int8_with_feedback(weight: torch.Tensor, moments: Feedback) -> ScaledWeight:
-    """(N, K) float32 as int8 rows whose outputs come near, by the moments of the inputs.
+    """Round (N, K) float32 to int8 rows with a small output error, by the moments of the inputs.
 
-    Once rounded, each row takes the scale with the least output error, where bfloat16 holds a better one.
+    After rounding, each row gets the scale with the least output error, if a better one exists in bfloat16.
     """
     target = moments.target(weight)
     weighted = _importance(moments)
@@ -257,7 +257,7 @@ def int8_with_feedback(weight: torch.Tensor, moments: Feedback) -> ScaledWeight:
 
 
 def float4_with_feedback(weight: torch.Tensor, moments: Feedback, grid: Float4, *, search: bool = True) -> ScaledWeight:
-    """(N, K) float32 on the grid, scales of all groups first, then the columns by the moments' order."""
+    """Round (N, K) float32 to the grid: first scales of all groups, then columns in the moments' order."""
     parts = []
     for part in weight.split(rows_together(weight, FEEDBACK_SLAB_ELEMENTS)):
         target = moments.target(part)
@@ -278,7 +278,7 @@ def _rounded(
     nearest: Callable[[torch.Tensor], torch.Tensor],
     top: float,
 ) -> torch.Tensor:
-    """Whole numbers (N, K) float32 from -top to top for scales (N, G) of groups that lie side by side."""
+    """Return integers (N, K) float32 from -top to top for scales (N, G) of contiguous groups."""
     order, columns = moments.order, target.shape[1]
     groups = torch.arange(columns, device=target.device) // (columns // scales.shape[1])
     by_group = scales.T.contiguous()

@@ -10,15 +10,15 @@ from quantkit.numerics.matmul import fast_dtype
 
 PANEL = 256  # columns of one product; only panels on and above the diagonal are computed
 CHUNK = 1024  # tokens of one product
-SLAB_ROWS = 128  # of a permutation
+SLAB_ROWS = 128  # rows of a permutation at a time
 
 
 class Gram:
-    """Sums x^T x of inputs (tokens, K) as they come; `mean` is H (K, K) float32.
+    """Sums x^T x of inputs (tokens, K); `mean` returns H (K, K) float32.
 
     With `cross`, also sums (other - x)^T x, the cross moment of an input and its disturbance, over the first inputs,
-    for which `other` is given; `paired` is their own E[x x^T]. Products of bfloat16 inputs come from the processor's
-    bfloat16 units where it has them, twice as fast as float32: summed in float32 inside a chunk, rounded to bfloat16
+    for which `other` is given; `paired` is their own E[x x^T]. Products of bfloat16 inputs use the processor's
+    bfloat16 hardware if present, twice as fast as float32: summed in float32 inside a chunk, rounded to bfloat16
     once (a relative error of 2^-9 at random, less in the sum), and summed over the chunks in float32.
     """
 
@@ -28,12 +28,12 @@ class Gram:
         self._sum = torch.zeros(columns, columns, device=device)
         self._paired: torch.Tensor | None = None
         self._cross = torch.zeros(columns, columns, device=device) if cross else None
-        # Inputs, and what they are to be held against, until there are enough for one product.
+        # Inputs, and their counterparts `other`, until there are enough for one product.
         self._waiting: list[torch.Tensor] = []
         self._filled = 0
 
     def add(self, x: torch.Tensor, other: torch.Tensor | None = None) -> None:
-        """Take inputs (tokens, K) of any float dtype, and `other` (tokens, K) for the cross moment."""
+        """Add inputs (tokens, K) of any float dtype, and `other` (tokens, K) for the cross moment."""
         if self._cross is not None and other is None and self._paired is None:
             self._sum_up()
             self._paired = self._sum.clone()
@@ -52,13 +52,13 @@ class Gram:
         self._cross_tokens += len(x) if other is not None else 0
 
     def join(self, sum_over: Callable[..., None]) -> None:
-        """Make this the sums of all ranks: `sum_over(*tensors)` adds up each tensor over them, in place."""
+        """Replace the sums by those of all ranks; `sum_over(*tensors)` sums each tensor over ranks, in place."""
         self._sum_up()
         apart = self._paired is not None
         numbers = torch.tensor([self.tokens, self._cross_tokens, apart], dtype=torch.float64, device=self._sum.device)
         sum_over(numbers)
         if self._cross is not None and numbers[2] and self._paired is None:
-            self._paired = self._sum.clone()  # ranks differ: here all inputs had another to be held against
+            self._paired = self._sum.clone()  # ranks differ: here all inputs had an `other`
         self.tokens, self._cross_tokens = int(numbers[0]), int(numbers[1])
         sum_over(*(sums for sums in (self._sum, self._cross, self._paired) if sums is not None))
 
@@ -75,19 +75,19 @@ class Gram:
         self._filled = 0
 
     def mean(self, keep: bool = False) -> torch.Tensor:
-        """H = E[x x^T], (K, K) float32; zeros where nothing was seen. Hands its sum over unless it is to `keep` it."""
+        """Return H = E[x x^T], (K, K) float32; zeros without inputs. Gives its sum away unless `keep`."""
         self._sum_up()
         return _whole(self._sum.clone() if keep else self._sum, self.tokens)
 
     def cross(self, keep: bool = False) -> torch.Tensor | None:
-        """C = E[(other - x) x^T], (K, K) float32, or None where it was not kept. Hands its sum over as `mean` does."""
+        """Return C = E[(other - x) x^T], (K, K) float32, or None if not measured. Gives its sum away as `mean` does."""
         if self._cross is None:
             return None
         self._sum_up()
         return (self._cross.clone() if keep else self._cross).div_(max(self._cross_tokens, 1))
 
     def paired(self, keep: bool = False) -> torch.Tensor | None:
-        """E[x x^T] over the inputs of `cross`, or None where those are all. Hands its sum over as `mean` does."""
+        """Return E[x x^T] over the inputs of `cross`, or None if these are all. Gives its sum away as `mean` does."""
         if self._paired is None:
             return None
         return _whole(self._paired.clone() if keep else self._paired, self._cross_tokens)
@@ -104,7 +104,7 @@ def _whole(sums: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def permuted(matrix: torch.Tensor, order: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """matrix[order[i], order[j]] (K, K) for a matrix (K, K) and order (K,) int64, some rows at a time."""
+    """Return matrix[order[i], order[j]] (K, K) for a matrix (K, K) and order (K,) int64, some rows at a time."""
     turned = torch.empty(matrix.shape, dtype=dtype or matrix.dtype, device=matrix.device)
     for to, rows in zip(turned.split(SLAB_ROWS), order.split(SLAB_ROWS), strict=True):
         to.copy_(matrix.index_select(0, rows).index_select(1, order))

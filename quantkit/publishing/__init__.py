@@ -1,1 +1,1 @@
-"""Artifacts on the Hugging Face Hub: what belongs to one there, and how it gets there."""
+"""Push artifacts to the Hugging Face Hub."""

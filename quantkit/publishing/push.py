@@ -42,19 +42,19 @@ from quantkit.system.progress import Progress
 from quantkit.system.untrusted import read_text, shown
 
 MOST_CARD = 1 << 24  # bytes
-# Endings of unfinished files and files of processes, which no artifact has, even if a manifest names them.
+# Endings of unfinished and temporary files, which are never pushed, even if a manifest names them.
 UNFINISHED = (".partial", ".incomplete", ".lock", ".new", ".tmp")
 HERE = "`FOLDER` is this folder."
-NEXT = "\n## Recipe\n"  # the section before which the commands are
+NEXT = "\n## Recipe\n"  # commands are inserted before this section
 UNMEASURED = f"{BEGIN}\nNothing yet."
 LOGIN = "Log in with: hf auth login, or set HF_TOKEN to a token that may write (https://huggingface.co/settings/tokens)"
 FIXES = {
-    401: f"The token is not taken. {LOGIN}",
-    403: "The token may not do that there: give one that may write to this repository.",
-    404: "The repository is not there, or the token may not see it. --create makes it.",
-    409: "Somebody else changes it at this moment. Push again.",
+    401: f"The token is invalid. {LOGIN}",
+    403: "The token may not write to this repository. Use one that may.",
+    404: "The repository does not exist, or the token may not see it. Create it with --create.",
+    409: "Somebody else is changing it. Push again.",
 }
-GO_ON = "The same command continues where it was."
+GO_ON = "Run the same command to continue."
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class PushPlan:
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of a push: the repository's URL and commit, and the names of files that were sent, were there already,
-    and were removed because only the former artifact had them.
+    """The result of a push: the repository's URL and commit, and names of files that were sent, unchanged (`kept`),
+    and were removed because only the previous artifact had them.
     """
 
     url: str
@@ -105,8 +105,8 @@ def push(
 
     `create` makes the repository if it is missing; `private` makes it private, and refuses a public one. `base_model`
     is the source's name on the hub, if it was a folder. `results` are reports of `quantkit eval-tasks`. The token comes
-    from the environment (HF_TOKEN) or `hf auth login`. Files that are there already are not sent again; files that only
-    the former artifact had are removed in the same commit.
+    from the environment (HF_TOKEN) or `hf auth login`. Unchanged files are not sent again; files that only
+    the previous artifact had are removed in the same commit.
 
     Raises RecipeError for an invalid name, ArtifactError for a damaged artifact, ReportError for results of another
     artifact, and HubError without a token, if the hub refuses or cannot be reached, and if the repository holds other
@@ -125,7 +125,7 @@ def plan_push(
     results: Sequence[str | Path] = (),
     progress: Progress | None = None,
 ) -> PushPlan:
-    """Return what `push` would send, without network and token. Raises as `push` does."""
+    """Return what `push` would send, without network and token. Raises what `push` raises."""
     for name, what in ((repo, "--repo"), (base_model, "--base-model")):
         if name is not None:
             _refuse_name(name, what)
@@ -134,7 +134,7 @@ def plan_push(
         hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
         if hidden or name.lower().endswith(UNFINISHED) or name == MANIFEST:
             raise ArtifactError(
-                f"{opened.folder / MANIFEST} names {shown(name)}, which is no file of a model and is not pushed. "
+                f"{opened.folder / MANIFEST} names {shown(name)}, which is not a file of a model. "
                 "Convert again with --force."
             )
     if CARD not in opened.manifest.files:
@@ -159,7 +159,7 @@ def _refuse_name(repo: str, what: str) -> None:
         if "/" in repo:
             return
     raise RecipeError(
-        f"{what} {shown(repo)} is no name on the hub: give user/name, of letters, digits, '-', '_' and '.'"
+        f"{what} {shown(repo)} is not a name on the hub: give user/name, of letters, digits, '-', '_' and '.'"
     )
 
 
@@ -183,19 +183,19 @@ def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str
     if known is None:
         metadata = {k: v for k, v in metadata.items() if k not in ("base_model", "base_model_relation")}
         notes.append(
-            f"the card names no base model: {source.model} was a folder here. --base-model gives its name on the hub"
+            f"the card names no base model: {source.model} was a folder. Give its name on the hub with --base-model"
         )
     else:
         metadata["base_model"] = known
         recipe = recipe.model_copy(update={"model": known})
     if UNMEASURED in text:
-        notes.append("the card has no figures: quantkit eval-ppl ARTIFACT --card measures and writes them")
+        notes.append("the card has no figures: add them with quantkit eval-ppl ARTIFACT --card")
     made = convert_command(recipe, "FOLDER")
     fetch = f"hf download {repo} --local-dir FOLDER"
     lines = [made] if made.isprintable() and "`" not in made else []
     lines += [fetch, "quantkit verify FOLDER", "quantkit eval-ppl FOLDER"]
     lines += ["quantkit serve FOLDER"] if server_of(artifact.manifest.format) else []
-    words = "The commands to make, fetch, check, evaluate and serve it:"
+    words = "Convert, fetch, verify, evaluate and serve it with these commands:"
     section = "\n".join(["## Commands", "", words, "", "```bash", *lines, "```", ""])
     body = text[head.end() :].replace(HERE, f"`{fetch}` fetches it.", 1)
     body = body.replace(NEXT, f"\n{section}{NEXT}", 1) if NEXT in body else f"{body.rstrip()}\n\n{section}"
@@ -213,7 +213,7 @@ def token_of_user() -> str:
     if not token:
         raise HubError(f"no token for the Hugging Face Hub. {LOGIN}")
     if not (token.isascii() and token.isprintable() and " " not in token):
-        raise HubError(f"the token for the Hugging Face Hub holds what no token does, such as a blank. {LOGIN}")
+        raise HubError(f"the token for the Hugging Face Hub contains an invalid character, such as a blank. {LOGIN}")
     return token
 
 
@@ -226,7 +226,7 @@ def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Prog
             api.create_repo(plan.repo, private=private or None, exist_ok=True)
         info = api.repo_info(plan.repo)
         if private and not info.private:
-            raise HubError(f"{plan.repo} is public, and --private asks for a private one. Choose another --repo.")
+            raise HubError(f"{plan.repo} is public, but --private needs a private one. Choose another --repo.")
         there = {entry.path: entry for entry in api.list_repo_tree(plan.repo, recursive=True) if hasattr(entry, "size")}
         sent = [upload for upload in plan.uploads if not _is_there(upload, there.get(upload.name))]
         names = [upload.name for upload in sent]
@@ -235,12 +235,12 @@ def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Prog
         loadable = {name for name in there if name.endswith(LOADABLE) and not name.startswith(".")}
         if strangers := sorted(loadable - ours - set(removed)):
             raise HubError(
-                f"{plan.repo} holds {shown(strangers[0])}, which is not of this artifact, and engines may load it. "
+                f"{plan.repo} has {shown(strangers[0])}, which is not in this artifact, and engines may load it. "
                 "Choose another --repo, or remove it there."
             )
         commit = _commit(api, plan, sent, removed, info.sha, progress) if sent or removed else info.sha
-    kept = tuple(upload.name for upload in plan.uploads if upload.name not in names)
-    return Pushed(f"{api.endpoint}/{plan.repo}", str(commit), tuple(names), kept, tuple(removed), plan.notes)
+    unchanged = tuple(upload.name for upload in plan.uploads if upload.name not in names)
+    return Pushed(f"{api.endpoint}/{plan.repo}", str(commit), tuple(names), unchanged, tuple(removed), plan.notes)
 
 
 def _commit(
@@ -258,7 +258,7 @@ def _commit(
         title = f"{plan.artifact.label} of {one_line(plan.artifact.manifest.source.name, 80)}"
         changes: list[CommitOperationAdd | CommitOperationDelete] = list(operations)
         changes += map(CommitOperationDelete, removed)
-        # The hub refuses it if somebody else has committed since.
+        # The hub refuses the commit if somebody else has committed meanwhile.
         commit = api.create_commit(plan.repo, changes, commit_message=title, parent_commit=parent).oid
         advance(sum(upload.nbytes for upload in sent if upload.name not in large))
     return commit
@@ -270,7 +270,7 @@ def _operation(upload: Upload, large: bool) -> CommitOperationAdd:
     if isinstance(content, Path) and not large:
         content = content.read_bytes()
     operation = CommitOperationAdd(path_in_repo=upload.name, path_or_fileobj=content)
-    if operation.upload_info.sha256.hex() != upload.sha256:  # the hub refuses a large file that changes after this
+    if operation.upload_info.sha256.hex() != upload.sha256:  # if a large file changes later, the hub refuses it
         raise HubError(f"{shown(upload.name)} has changed since it was verified. Push again.")
     return operation
 
@@ -286,12 +286,12 @@ def _is_there(upload: Upload, entry: Any) -> bool:
 
 
 def _outdated_files(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[str]:
-    """Return files that only the formerly pushed artifact has, and its scores if its bytes were different."""
+    """Return files that only the previously pushed artifact has, and its scores if its bytes differ."""
     with temporary_folder() as folder:
         api.hf_hub_download(plan.repo, MANIFEST, local_dir=folder)
         try:
             former = open_artifact(folder)
-        except ArtifactError:  # somebody else's: nothing there is ours to remove
+        except ArtifactError:  # not pushed by quantkit, so nothing is removed
             return []
     scores = {name for name in there if name.startswith(PREFIX)} if former.digest != plan.artifact.digest else set()
     return sorted((there.keys() & (former.manifest.files.keys() | scores)) - {upload.name for upload in plan.uploads})
@@ -304,7 +304,7 @@ def _hub_errors(what: str, token: str) -> Iterator[None]:
         yield
     except QuantkitError:
         raise
-    except Exception as error:  # noqa: BLE001, whatever a library raises
+    except Exception as error:  # noqa: BLE001, any exception of a library
         if short := shortage_of(error):
             raise ResourceError(f"{what}: {short}") from None
         cause: BaseException = error

@@ -19,9 +19,9 @@ from quantkit.records.recipe import parse
 from quantkit.records.report import TaskReport
 from quantkit.system.untrusted import path_of, read_object
 
-PREFIX = ".eval_results/quantkit-"  # of the names of our files; others' are left alone
+PREFIX = ".eval_results/quantkit-"  # prefix of quantkit's files; other files are not touched
 MOST_REPORT = 1 << 24  # bytes
-AGAIN = "Write it anew with: quantkit eval-tasks ARTIFACT --json FILE"
+AGAIN = "Write it again with: quantkit eval-tasks ARTIFACT --json FILE"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Benchmark:
 GSM8K = Benchmark("openai/gsm8k", "gsm8k", "exact_match,strict-match")
 GPQA = Benchmark("Idavidrein/gpqa", "diamond", "acc,none")
 GPQA_WRITTEN = Benchmark("Idavidrein/gpqa", "diamond", "exact_match,flexible-extract")
-# By the harness's names of their tasks.
+# By the harness's task names.
 BENCHMARKS = {
     "gsm8k": GSM8K,
     "gsm8k_cot": GSM8K,
@@ -49,7 +49,7 @@ BENCHMARKS = {
 
 
 def eval_results(paths: Iterable[str | Path], artifact: Artifact) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files of scores by their names in the repository, and notes on tasks that are left out.
+    """Return the files of scores by their names in the repository, and notes on omitted tasks.
 
     `paths` are reports of `quantkit eval-tasks`. Raises ReportError for a report of another artifact, of a part of the
     samples, or of the user's own task definitions, and if two reports have the same task.
@@ -62,10 +62,10 @@ def eval_results(paths: Iterable[str | Path], artifact: Artifact) -> tuple[dict[
             benchmark = BENCHMARKS.get(task)
             score = None if benchmark is None else figures.get(benchmark.figure)
             if benchmark is None or score is None:
-                notes.append(f"{task} is no benchmark that the hub has registered: its scores stay here")
+                notes.append(f"{task} is not a benchmark registered on the hub: its scores are not pushed")
                 continue
             if not 0 <= score <= 1:
-                raise ReportError(f"{path}: {task} has the score {score}, which is no share of 1. {AGAIN}")
+                raise ReportError(f"{path}: {task} has the score {score}, which is not from 0 to 1. {AGAIN}")
             name = f"{PREFIX}{task}.yaml"
             if name in files:
                 raise ReportError(f"{path}: another report has {task}, too. Give one of them.")
@@ -77,21 +77,21 @@ def _read(path: Path, artifact: Artifact) -> TaskReport:
     try:
         report = parse(TaskReport, read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
     except RecipeError as error:
-        raise ReportError(f"{path} is no report of eval-tasks: {error} {AGAIN}") from None
+        raise ReportError(f"{path} is not a report of eval-tasks: {error} {AGAIN}") from None
     if report.model.digest != artifact.digest:
         raise ReportError(
-            f"{path} holds scores of other bytes: {report.model.label}, sha256 {report.model.digest[:12]}, and "
+            f"{path} has scores of other bytes: {report.model.label}, sha256 {report.model.digest[:12]}, but "
             f"{artifact.folder} has {artifact.digest[:12]}. Measure this artifact."
         )
     if report.settings.limit is not None:
         raise ReportError(
-            f"{path} holds scores of {report.settings.limit} samples of each task; a benchmark is all of them. "
+            f"{path} has scores of {report.settings.limit} samples of each task; a benchmark needs all. "
             "Measure again without --limit."
         )
     if report.settings.include is not None:
         raise ReportError(
-            f"{path} was measured with task definitions of {report.settings.include}, which may be others of the same "
-            "names. Measure again without --include."
+            f"{path} was measured with task definitions of {report.settings.include}, which may differ from the "
+            "harness's. Measure again without --include."
         )
     return report
 

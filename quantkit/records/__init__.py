@@ -1,1 +1,1 @@
-"""What is written down and read back: the recipe, the manifest of an artifact, the report of an evaluation."""
+"""Records in files: recipes, manifests of artifacts, and reports of evaluations."""

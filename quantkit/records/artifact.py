@@ -1,7 +1,7 @@
-"""The Artifact: a folder with the standard files that foreign tools load, and a manifest, `quantkit.json`.
+"""The Artifact: a folder with standard files that other tools load, and a manifest, `quantkit.json`.
 
-The manifest holds the recipe, the source's hashes, package versions, and the sha256 of every file. It holds no time
-and no place, so the same recipe gives the same bytes. Artifacts are written to `OUT.partial`, verified and renamed.
+The manifest has the recipe, the source's hashes, package versions, and the sha256 of every file. It has no time
+and no paths, so the same recipe gives the same bytes. Artifacts are written to `OUT.partial`, verified and renamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quantkit.system.untrusted import LARGEST_NAME, inside, path_of, read_object
 
 MANIFEST = "quantkit.json"
 CARD = "README.md"
-# Files that engines and loaders may take up although no manifest answers for them.
+# Files that engines may load although they are not in the manifest.
 LOADABLE = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".py", ".json", ".jinja", ".model")
 PACKAGES = (
     "quantkit",
@@ -68,9 +68,9 @@ class AdapterEntry(Strict):
 
 
 class SourceEntry(WithSeldom):
-    """Which checkpoint the artifact was made from, and the adapters that were merged into it, in their order.
+    """The checkpoint that the artifact was made from, and the adapters that were merged into it, in order.
 
-    Of a multimodal model `config` is that of the text half; `kept` names the tensors beside the model, as stored.
+    For a multimodal model, `config` is the text half's; `kept` names the tensors outside the model, as stored.
     """
 
     model: str
@@ -84,7 +84,7 @@ class SourceEntry(WithSeldom):
 
     @property
     def name(self) -> str:
-        """The model, and what was merged into it."""
+        """Return the names of the model and of merged adapters."""
         return " + ".join([self.model, *(adapter.name for adapter in self.adapters)])
 
 
@@ -99,7 +99,7 @@ class WeightError(Strict):
 class CalibrationEntry(WithSeldom):
     """The text that the model was calibrated on: `sequences` of `length` tokens, of `requested` ones.
 
-    `passages`: what `data/passages.py` keeps of the sequences, by which a text that holds some of them is known.
+    `passages`: sketch of the sequences (`data/passages.py`), to recognize texts that contain some of them.
     """
 
     text: str
@@ -111,8 +111,8 @@ class CalibrationEntry(WithSeldom):
 
     @property
     def sentence(self) -> str:
-        """For people."""
-        fewer = f" (asked: {self.requested}; it holds no more)" if self.sequences < self.requested else ""
+        """Return the entry as a sentence."""
+        fewer = f" (requested: {self.requested}; the text is too short)" if self.sequences < self.requested else ""
         return (
             f"calibrated on {self.sequences} sequences of {self.length} tokens{fewer} of {self.text}, "
             f"sha256 {self.sha256[:12]}"
@@ -120,7 +120,7 @@ class CalibrationEntry(WithSeldom):
 
 
 class Manifest(WithSeldom):
-    """The content of `quantkit.json`. `device` computed the weights, where that was not the CPU."""
+    """The content of `quantkit.json`. `device` computed the weights, if it was not the CPU."""
 
     schema_version: Literal[1] = 1
     recipe: ConvertRecipe
@@ -141,11 +141,10 @@ class Manifest(WithSeldom):
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """The notes, and what the model was calibrated on."""
+        """Return the notes, and the calibration sentence."""
         return (*self.notes, *([self.calibration.sentence] if self.calibration else []))
 
     def to_text(self) -> str:
-        """The content of the file."""
         return self.model_dump_json(indent=2) + "\n"
 
 
@@ -158,24 +157,24 @@ class Artifact:
 
     @property
     def label(self) -> str:
-        """Method and bits, such as ``gptq-4``."""
+        """Return method and bits, such as ``gptq-4``."""
         return self.manifest.recipe.label
 
     @property
     def digest(self) -> str:
-        """sha256 of the manifest without the model card's entry: it covers all that a measurement depends on."""
+        """Return the sha256 of the manifest without the model card's entry, which identifies all measured files."""
         text = self.manifest.model_dump_json(exclude={"files": {CARD}})
         return hashlib.sha256(text.encode()).hexdigest()
 
     def added_files(self) -> list[str]:
-        """Names of the files in the folder that the manifest does not know."""
+        """Return the names of files in the folder that are not in the manifest."""
         names = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
         return sorted(name for name in names if name != MANIFEST and name not in self.manifest.files)
 
     def refuse_changed_files(self) -> None:
         """Compare every file with the manifest; raises ArtifactError at the first that differs.
 
-        An added file that a loader may take up is refused too; others are left to `added_files`.
+        An added file that an engine may load is refused, too; `added_files` lists others.
         """
         for name in self.added_files():
             if name.endswith(LOADABLE) and not name.startswith("."):
@@ -198,13 +197,13 @@ def open_artifact(path: str | Path) -> Artifact:
     if not folder.is_dir():
         raise ArtifactError(f"the artifact {path} does not exist. Make one with: quantkit convert MODEL --out {path}")
     if not manifest_path.is_file():
-        raise ArtifactError(f"{path} holds no {MANIFEST}, so it is not an artifact of quantkit")
+        raise ArtifactError(f"{path} has no {MANIFEST}, so it is not an artifact of quantkit")
     _settle(folder)
     return Artifact(folder, _read_manifest(manifest_path))
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """The manifest in a file of an artifact's folder, held within limits; raises ArtifactError."""
+    """Return the manifest in a file of an artifact's folder, checked against limits; raises ArtifactError."""
     _refuse_link(path.parent, path)
     values = read_object(path, ArtifactError, AGAIN, MOST_MANIFEST)
     try:
@@ -213,7 +212,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise ArtifactError(f"{path} is corrupted ({str(error).rstrip('.')}). {AGAIN}") from None
     for name in (*manifest.files, *manifest.weight_files):
         if not _is_own(name):
-            raise ArtifactError(f"{path} names the file {shown(name)} outside its folder; refused")
+            raise ArtifactError(f"{path} names the file {shown(name)} outside its folder. {AGAIN}")
         _refuse_link(path.parent, path.parent / name)
     if not manifest.weight_files or not set(manifest.weight_files) <= set(manifest.files):
         raise ArtifactError(f"{path} is corrupted (its weight files have no hashes). {AGAIN}")
@@ -221,7 +220,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _is_own(name: str) -> bool:
-    """Whether this is the name of a file in the folder, written in one way only."""
+    """Return whether this is a canonical name of a file in the folder."""
     plain = PurePosixPath(name)
     usable = 0 < len(name) <= LARGEST_NAME and name.isprintable() and "\\" not in name
     return usable and not plain.is_absolute() and ".." not in plain.parts and str(plain) == name != "."
@@ -233,7 +232,7 @@ def _refuse_link(folder: Path, path: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Put a manifest in place whose writer was killed after it had replaced the model card."""
+    """Finish replacing a manifest whose writer was killed after it had replaced the model card."""
     new, card = folder / f"{MANIFEST}.new", folder / CARD
     if new.is_symlink() or not new.is_file() or not card.is_file():
         return
@@ -246,7 +245,7 @@ def _settle(folder: Path) -> None:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the installed packages that decide bytes."""
+    """Return the versions of the installed packages that affect bytes."""
     return dict(_installed(tuple(sys.path)))
 
 

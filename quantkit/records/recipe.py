@@ -1,6 +1,6 @@
-"""Recipes: what is asked for, as one frozen, strict value that a YAML file, a call and a command line can all say.
+"""Recipes: frozen, strict records of requests, from a YAML file, a Python call or the command line.
 
-A *convert* recipe makes one artifact. A *compare* recipe makes and judges several and prints one table.
+A *convert* recipe makes one artifact. A *compare* recipe makes and evaluates several and prints one table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quantkit.system.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, pa
 M = TypeVar("M", bound=BaseModel)
 
 
-DEVICE = "where to compute: auto (the GPU where torch has one), cpu, cuda, cuda:1"
+DEVICE = "device to compute on: auto (the GPU if torch has one), cpu, cuda, cuda:1"
 PLAIN = (int, float, str, NoneType, dict, list, tuple)
 
 
@@ -42,7 +42,7 @@ class Frozen(BaseModel):
 
 
 class Strict(Frozen):
-    """A record that a file or a user may hold: ``true`` is not taken for the number 1.
+    """A record of user input: ``true`` is not accepted as the number 1.
 
     The command line makes its options out of the fields: name, type, default, and the description as help.
     """
@@ -55,7 +55,7 @@ class Strict(Frozen):
         parts = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
         plain = kinds <= {*PLAIN, *(kind for kind in kinds if not isinstance(kind, type))}
         if plain and Any not in kinds and any(isinstance(part, bool) for part in parts):
-            raise ValueError("it is neither a number nor a text")
+            raise ValueError("it is neither a number nor a string")
         return value
 
 
@@ -63,7 +63,7 @@ SELDOM = ("adapters", "kept", "passages", "device")
 
 
 class WithSeldom(Strict):
-    """A record whose adapters, passages, device, and what is kept, are written only where there are some."""
+    """A record that omits `adapters`, `kept`, `passages` and `device` from files if they are empty."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class WithSeldom(Strict):
 
 @cache
 def _kinds(annotation: Any) -> set[Any]:
-    """All types that an annotation names, and what it is made of."""
+    """Return all types in an annotation."""
     return {annotation}.union(*map(_kinds, get_args(annotation)))
 
 
@@ -84,14 +84,14 @@ NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 def _plain(value: Any, longest: int = LARGEST_NAME) -> Any:
-    """`value` where all texts and numbers in it can be written and computed with; raises ValueError."""
+    """Return `value`; raises ValueError if a string or number in it cannot be stored."""
     if isinstance(value, str):
         if len(value) > longest:
-            raise ValueError(f"a text of {len(value):,} characters is longer than {longest:,}")
+            raise ValueError(f"a string of {len(value):,} characters is longer than {longest:,}")
         if "\0" in value:
-            raise ValueError("a text holds the character NUL")
+            raise ValueError("a string contains the character NUL")
         if NOT_UTF8.search(value):
-            raise ValueError("a text holds bytes that are no UTF-8")
+            raise ValueError("a string contains bytes that are not UTF-8")
     elif isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         raise ValueError("a number has more than 64 bits")
     elif isinstance(value, dict | list | tuple):
@@ -104,7 +104,7 @@ def _plain_options(values: dict[str, Any]) -> dict[str, Any]:
     return {key: _plain(value, LONGEST_OPTION) for key, value in values.items()}
 
 
-MOST_TOKENS = 1 << 24  # of a window, a sequence or an answer; the longest contexts that are published have some 10^7
+MOST_TOKENS = 1 << 24  # of a window, a sequence or an answer; the longest published contexts have some 10^7
 MOST_ADAPTERS = 64
 TEXTS = "UTF-8 text file, or a bundled text: sample, articles, chat, code, languages or mixed"
 Words = Annotated[str, AfterValidator(_plain)]
@@ -127,13 +127,13 @@ def _bits_as_text(value: Any) -> Any:
 
 
 def _in_label(value: Any) -> str:
-    """An option's value: pairs as the command line takes them; a long one cut, with a hash of the whole."""
+    """Return an option's value for a label: pairs as on the command line; a long value is cut, with a hash."""
     text = ",".join(f"{key}={part}" for key, part in value.items()) if isinstance(value, dict) else str(value)
     return cut(text, LONGEST_IN_LABEL, "...")
 
 
 class Variant(Strict):
-    """A method, its bits in the words of the method's users, its options, and the format to write.
+    """A method, its bits in its own terms, its options, and the format to write.
 
     Also read from ``METHOD`` and ``METHOD:BITS``.
     """
@@ -141,7 +141,7 @@ class Variant(Strict):
     method: Words = Field(
         description="name of the method: gptq, awq, nf4, ctranslate2, gguf, rtn or float; see `quantkit methods`"
     )
-    bits: Words | None = Field(None, description="4, int8, Q4_K_M, ... as the method says it")
+    bits: Words | None = Field(None, description="4, int8, Q4_K_M, ...; see `quantkit methods`")
     options: Annotated[dict[str, Any], AfterValidator(_plain_options)] = Field(default_factory=dict)
     format: Words | None = Field(None, description="the format to write; default: the method's first")
 
@@ -157,7 +157,7 @@ class Variant(Strict):
 
     @property
     def label(self) -> str:
-        """Short name for tables and folders, such as ``gptq-4`` or ``gptq-4 group_size=32``."""
+        """Return a short name for tables and folders, such as ``gptq-4`` or ``gptq-4 group_size=32``."""
         name = f"{self.method}-{self.bits}" if self.bits else self.method
         given = sorted(self.options.items()) + ([("format", self.format)] if self.format else [])
         return " ".join([name, *(f"{key}={_in_label(value)}" for key, value in given)])
@@ -168,54 +168,52 @@ class ConvertRecipe(Variant, WithSeldom):
 
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
-    adapters: Adapters = Field((), description="folders of LoRA adapters that are merged into the model, in this order")
+    adapters: Adapters = Field((), description="folders of LoRA adapters to merge into the model, in this order")
     calibration: CalibrationSpec = CalibrationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")
 
 
 class ResourceSpec(Strict):
-    """Where a conversion computes, and how much memory it may take."""
+    """The device of a conversion, and its memory limits."""
 
     device: Words = Field(AUTO, description=DEVICE)
     offload_gb: Gigabytes | None = Field(
         None,
-        description="activations of more than this go to a file; default: 0.02, on a GPU a quarter of its memory",
+        description="GB of activations above which they go to a file; default: 0.02, or a quarter of a GPU's memory",
     )
-    max_memory_gb: Gigabytes | None = Field(None, description="most GB of memory to take; default: what is free")
+    max_memory_gb: Gigabytes | None = Field(None, description="most GB of memory to use; default: free memory")
 
     @property
     def max_memory(self) -> int | None:
-        """Most bytes of memory to take; None: what is free."""
+        """Return the most bytes of memory to use; None: free memory."""
         return None if self.max_memory_gb is None else int(self.max_memory_gb * 1e9)
 
 
 class EngineSpec(Strict):
-    """The engine, its dtype, interpreter and device; None is the engine that users of the format run, as it is."""
+    """The engine, its dtype, interpreter and device; None means the format's default engine with its defaults."""
 
-    engine: Words | None = Field(None, description="engine; default: the one that users of the format run")
-    dtype: Words | None = Field(None, description="type to compute in, for engines with a choice")
-    python: Words | None = Field(
-        None, description="interpreter of the environment that has the engine; default: this one"
-    )
+    engine: Words | None = Field(None, description="engine; default: the format's native engine")
+    dtype: Words | None = Field(None, description="dtype to compute in, for engines with a choice")
+    python: Words | None = Field(None, description="Python interpreter that has the engine; default: this one")
     device: Words = Field(AUTO, description=DEVICE)
 
 
 class MemoryLimits(Strict):
-    """How much of a model is in memory while it is evaluated: `walk`, `offload_gb`, `max_memory_gb`."""
+    """Limits of memory during an evaluation."""
 
     walk: bool | None = Field(
         None,
-        description="evaluate block by block, with one decoder block's weights in memory, by our own reader; default: "
-        "where the whole model does not fit",
+        description="evaluate block by block with the reference engine, one block in memory at a time; default: "
+        "if the whole model does not fit",
     )
     offload_gb: Gigabytes | None = Field(
-        None, description="of a walk, hidden states of more than this go to a file; default: 0.02"
+        None, description="with --walk: GB of hidden states above which they go to a file; default: 0.02"
     )
-    max_memory_gb: Gigabytes | None = Field(None, description="most GB of memory to take; default: what is free")
+    max_memory_gb: Gigabytes | None = Field(None, description="most GB of memory to use; default: free memory")
 
 
 class EvaluationSpec(Strict):
-    """What is measured, on which text, by which protocol."""
+    """What to measure, on which text, with which protocol."""
 
     text: Words | None = Field(
         None, description=f"{TEXTS}; default: WikiText-2 test, or the bundled sample without the hub"
@@ -225,12 +223,12 @@ class EvaluationSpec(Strict):
         None,
         ge=8,
         le=MOST_TOKENS,
-        description="tokens in a window; default: 512 (llama.cpp), 2048 (papers), the model's (lm-eval)",
+        description="tokens per window; default: 512 (llama.cpp), 2048 (papers), the model's context (lm-eval)",
     )
     limit: int | None = Field(
-        None, ge=1, le=1 << 31, description="number of windows, for lm-eval of pages; default: all of the text"
+        None, ge=1, le=1 << 31, description="number of windows (lm-eval: pages); default: the whole text"
     )
-    divergence: bool = Field(True, description="measure the divergence from the source model, too")
+    divergence: bool = Field(True, description="also measure the divergence from the source model")
     threads: tuple[Annotated[int, Field(le=1 << 16)], ...] = Field(
         (), max_length=1000, description="thread counts for ms/token, such as 1,2; default: 1 and all cores"
     )
@@ -241,15 +239,15 @@ class EvaluationSpec(Strict):
     repeats: int = Field(
         3, ge=1, le=100_000, description="repeats of the speed and throughput probes after one warm-up"
     )
-    max_tokens: int = Field(200, ge=2, le=MOST_TOKENS, description="most tokens of each answer of the probe answers")
+    max_tokens: int = Field(200, ge=2, le=MOST_TOKENS, description="most tokens per answer of the probe answers")
     price_per_hour: Positive | None = Field(
-        None, description="price of an hour of the machine, in any currency; adds the cost of tokens"
+        None, description="price of the machine per hour, in any currency; adds the cost of tokens"
     )
 
 
 def _server_reads(value: str) -> str:
     if value.startswith("-") or not value.isprintable():
-        raise ValueError("it begins with a dash or cannot be printed; a server misreads it")
+        raise ValueError("it begins with a dash or is unprintable, which a server would misread")
     return value
 
 
@@ -257,7 +255,7 @@ Argument = Annotated[Words, AfterValidator(_server_reads)]
 
 
 class TaskSpec(Strict):
-    """The tasks to run, and how; `include` is a folder with further tasks, whose code the harness runs."""
+    """The tasks to run, and how; `include` is a folder with further tasks, whose code is run."""
 
     tasks: tuple[Words, ...] = Field(max_length=1000)
     include: Words | None = None
@@ -268,51 +266,51 @@ class TaskSpec(Strict):
 
 
 class ServeSpec(Strict):
-    """Which server is started, where it listens and what it may take."""
+    """Which server to start, its address, and its limits."""
 
     engine: Words | None = Field(
         None,
-        description="llamacpp or vllm; to --print also llama-server, sglang, tgi, tabbyapi; default: what takes it",
+        description="llamacpp or vllm; with --print also llama-server, sglang, tgi, tabbyapi; default: by format",
     )
-    host: Argument = Field("127.0.0.1", description="address to listen on; it has no password: keep it inside")
+    host: Argument = Field("127.0.0.1", description="address to listen on; there is no password, so do not expose it")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     n_ctx: int | None = Field(
-        None, ge=1, le=MOST_TOKENS, description="context in tokens; default: the model's, at most 4096"
+        None, ge=1, le=MOST_TOKENS, description="context in tokens; default: the model's, up to 4096"
     )
     threads: int | None = Field(None, ge=1, le=4096, description="threads to compute with; default: all cores")
-    python: Argument | None = Field(None, description="interpreter of the environment that has the engine")
+    python: Argument | None = Field(None, description="Python interpreter that has the engine")
     name: Argument | None = Field(None, description="the model's name in the API; default: the source's")
 
 
 class LoadTestSpec(Strict):
-    """What is sent to a server for how long."""
+    """The requests to send to a server, and for how long."""
 
     concurrency: int | None = Field(
         None, ge=1, le=4096, description="most requests at once; default: 1, or 256 at a rate"
     )
     request_rate: Positive | None = Field(
-        None, description="requests a second, at random times; default: as they are answered"
+        None, description="requests per second, at random times; default: one after another"
     )
-    duration: Positive = Field(30.0, description="seconds in which requests are sent and tokens are counted")
+    duration: Positive = Field(30.0, description="seconds of sending requests and counting tokens")
     requests: int | None = Field(None, ge=1, le=1 << 31, description="most requests; default: no limit")
-    max_tokens: int = Field(200, ge=1, le=MOST_TOKENS, description="most tokens of an answer")
+    max_tokens: int = Field(200, ge=1, le=MOST_TOKENS, description="most tokens per answer")
     warm_up: int = Field(1, ge=0, le=100_000, description="requests before the clock starts")
     seed: Seed = Field(0, description="seed of the random times")
-    connect_timeout: Positive = Field(10.0, description="seconds until a request without a connection fails")
-    ttft_timeout: Positive = Field(60.0, description="seconds until a request without a token fails")
-    pause_timeout: Positive = Field(30.0, description="seconds between two tokens until a request fails")
-    timeout: Positive = Field(300.0, description="seconds until an unfinished answer fails")
+    connect_timeout: Positive = Field(10.0, description="seconds to wait for a connection")
+    ttft_timeout: Positive = Field(60.0, description="seconds to wait for the first token")
+    pause_timeout: Positive = Field(30.0, description="seconds to wait between two tokens")
+    timeout: Positive = Field(300.0, description="seconds to wait for a whole answer")
     price_per_hour: Positive | None = Field(
-        None, description="price of an hour of the machine, in any currency; adds the cost of tokens"
+        None, description="price of the machine per hour, in any currency; adds the cost of tokens"
     )
 
 
 class CompareRecipe(Strict):
-    """Several variants of one model, judged by one ruler."""
+    """Several variants of one model, evaluated alike."""
 
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
-    adapters: Adapters = Field((), description="folders of LoRA adapters that are merged into the model, in this order")
+    adapters: Adapters = Field((), description="folders of LoRA adapters to merge into the model, in this order")
     variants: tuple[Variant, ...] = Field(max_length=1000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -337,7 +335,7 @@ class ModelRef(WithSeldom):
 
 
 class SweepRecipe(Strict):
-    """The same variants of several models, judged by one ruler."""
+    """The same variants of several models, evaluated alike."""
 
     models: tuple[ModelRef, ...] = Field(min_length=1, max_length=1000)
     variants: tuple[Variant, ...] = Field(max_length=1000)
@@ -356,14 +354,14 @@ class SweepRecipe(Strict):
 
 
 class ConvertRun(ConvertRecipe):
-    """A convert recipe as it stands in a file: with where to compute, and the place to write to."""
+    """A convert recipe in a file, with the device and the output folder."""
 
     device: Words = Field(AUTO, description=DEVICE)
     out: Words | None = None
 
 
 def _record_at(model: type[BaseModel], place: tuple[str | int, ...]) -> type[BaseModel]:
-    """The record that holds the value at `place` of `model`, such as ``("variants", 0, "bits")``."""
+    """Return the record with the value at `place` of `model`, such as ``("variants", 0, "bits")``."""
     for part in place[:-1]:
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
         kinds = (annotation, *get_args(annotation))
@@ -372,8 +370,8 @@ def _record_at(model: type[BaseModel], place: tuple[str | int, ...]) -> type[Bas
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> RecipeError:
-    """Turn the first complaint of pydantic into one line that names the key, the value and the fix."""
-    # A misspelt key is told before the one that is missing because of it.
+    """Turn pydantic's first error into one line with the key, the value and the fix."""
+    # Report a misspelt key before the key that is missing because of it.
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     key = one_line(".".join(str(part) for part in first["loc"]), LONGEST_VALUE)
     model = _record_at(model, first["loc"])
@@ -388,7 +386,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> Recip
 
 
 def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
-    """Check `values` against `model`, or hand such a record back; raises RecipeError."""
+    """Return `values` as a `model` record; a record is returned unchanged. Raises RecipeError."""
     try:
         record = model.model_validate(values)
     except ValidationError as error:
@@ -400,16 +398,16 @@ def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
 
 
 def take_fields(settings: dict[str, Any], record: type[M], names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Take the values of a record's fields (default: all) out of `settings`."""
+    """Remove the values of a record's fields (default: all) from `settings`, and return the record."""
     return {name: settings.pop(name) for name in names or tuple(record.model_fields) if name in settings}
 
 
-# Arguments of `evaluate` and its like that are records; the fields of these are no keywords of their own.
+# Arguments of `evaluate` and similar functions that are records; their fields are not separate keywords.
 ARGUMENTS: dict[str, type[Strict]] = {"model": ModelRef, "engine": EngineSpec, "memory": MemoryLimits}
 
 
 def spec_of(model: type[M], settings: dict[str, Any], where: str, **given: Any) -> M:
-    """The record of `settings` and what was `given`; raises RecipeError, for a misplaced field with its record."""
+    """Return the record of `settings` and `given`; raises RecipeError, which names a misplaced field's record."""
     for argument, record in ARGUMENTS.items():
         for name in settings.keys() & (record.model_fields.keys() - model.model_fields.keys()):
             value = f"{record.__name__}({'model=..., ' if argument == 'model' else ''}{name}=...)"
@@ -418,13 +416,13 @@ def spec_of(model: type[M], settings: dict[str, Any], where: str, **given: Any) 
 
 
 def load_recipe(path: str | Path) -> ConvertRun | CompareRecipe | SweepRecipe:
-    """Read a YAML recipe: a sweep where it has `models`, a comparison where it has `variants`. Raises RecipeError."""
+    """Read a YAML recipe: a sweep if it has `models`, a comparison if it has `variants`. Raises RecipeError."""
     path = path_of(path, RecipeError)
     if not path.is_file():
-        raise RecipeError(f"the recipe {path} {'is no file' if path.exists() else 'does not exist'}")
+        raise RecipeError(f"the recipe {path} {'is not a file' if path.exists() else 'does not exist'}")
     values = parse_yaml(read_text(path, RecipeError, most=MOST_YAML), f"the recipe {path}", RecipeError)
     if not isinstance(values, dict):
-        raise RecipeError(f"the recipe {path} must hold keys and values, such as 'model: demo'")
+        raise RecipeError(f"the recipe {path} must have keys and values, such as 'model: demo'")
     if "models" in values:
         return parse(SweepRecipe, values, str(path))
     if "variants" in values:

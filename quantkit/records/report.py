@@ -1,4 +1,4 @@
-"""Reports: what was measured, on what, with what; written as JSON so that figures can be traced and compared."""
+"""Reports of evaluations, stored as JSON so that figures can be traced and compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantkit.system.processor import processor_name, usable_cores
 from quantkit.system.untrusted import read_object
 
 AGAIN = "Evaluate again."
-# Details that a table shows of a figure.
+# Details of a figure that tables show.
 SPREAD = ("p50", "p90", "p99")
 DETAILS = {"kld": ("p99",), "answers_ttft_ms": SPREAD, "answers_ms_per_token": SPREAD, "answers_itl_ms": SPREAD}
 MOST_REPORT = 1 << 24  # bytes
@@ -37,7 +37,7 @@ NAMES = {
 class Windows(Strict):
     """How the text was cut: windows of at most `n_ctx` tokens, each evaluated from the logit `first` on.
 
-    `scored` counts targets over all windows. Protocols that evaluate documents one by one count `documents`, `words`
+    `scored` counts tokens over all windows. Protocols that evaluate documents one by one count `documents`, `words`
     and `bytes`.
     """
 
@@ -91,7 +91,7 @@ class TextEntry(Strict):
 
 
 class EngineEntry(Strict):
-    """The engine, the type and device it computed with, and its remarks."""
+    """The engine, the dtype and device that it computed with, and its notes."""
 
     name: str
     version: str
@@ -101,12 +101,12 @@ class EngineEntry(Strict):
 
     @property
     def where(self) -> str:
-        """The engine's name, and its device if that is not the CPU."""
+        """Return the engine's name, and its device if it is not the CPU."""
         return self.name if self.device == "cpu" else f"{self.name}, {self.device.split()[0]}"
 
 
 class BaselineEntry(Strict):
-    """The baseline for divergences: how the source was computed, and two floors under every divergence.
+    """The baseline for divergences: how the source was computed, and two noise floors of every divergence.
 
     `rounding` is the mean divergence in nats from storing states in float16; `noise` is that of the source computed in
     bfloat16, with its standard error.
@@ -137,7 +137,7 @@ class Hardware(Strict):
 class Report(Strict):
     """All measurements of one model.
 
-    `fingerprint` is a hash of all that decides them: a report is reused only if a new evaluation would have the same.
+    `fingerprint` is a hash of everything that affects them; a report is reused only if a new one would have the same.
     """
 
     model: ModelEntry
@@ -156,7 +156,7 @@ class Report(Strict):
         return next((m for m in self.measurements if m.name == name), None)
 
     def quality(self) -> list[str]:
-        """Return lines of text: perplexity, what the protocol adds, divergence, remarks."""
+        """Return lines of text: perplexity, protocol figures, divergence, notes."""
         w = self.windows
         cut = f"{w.windows} windows of {w.n_ctx}" if w.documents is None else f"{w.documents} pages"
         named = (self.find(name) for name in (TEXT_RATES if w.documents else ("perplexity",)))
@@ -169,9 +169,9 @@ class Report(Strict):
             spread = ", ".join(f"{name} {float(value):.5f}" for name, value in kld.details.items())
             others = (self.find(name) for name in DIVERGENCES)
             lines += [
-                f"  {_named(kld, 6)} nats from the source in {base.dtype} ({spread})",
+                f"  {_named(kld, 6)} nats per token, against the source in {base.dtype} ({spread})",
                 f"  {', '.join(_named(m, 6) for m in others if m is not None)}",
-                f"  noise floor: {noise_of([self])[1]}; float16 in the baseline costs {base.rounding:.1g}",
+                f"  noise floor: {noise_of([self])[1]}; float16 in the baseline adds {base.rounding:.1g}",
             ]
         return [*lines, *(f"  note: {note}" for note in (*self.notes, *self.engine.notes))]
 
@@ -206,7 +206,7 @@ def read_report(path: Path) -> Report:
 def parse_report(values: object, where: str) -> Report:
     """Parse a report's JSON values; raises ReportError for damaged values or figures that are not finite."""
     if not isinstance(values, dict):
-        raise ReportError(f"{where} holds no report. {AGAIN}")
+        raise ReportError(f"{where} has no report. {AGAIN}")
     try:
         report = parse(Report, values, where)
     except RecipeError as error:
@@ -214,7 +214,7 @@ def parse_report(values: object, where: str) -> Report:
     for m in report.measurements:
         figures = [m.value, *(value for value in m.details.values() if isinstance(value, float))]
         if not all(math.isfinite(figure) for figure in figures):
-            raise ReportError(f"the report {where} cannot be read: {m.name} is no finite number. {AGAIN}")
+            raise ReportError(f"the report {where} cannot be read: {m.name} is not a finite number. {AGAIN}")
         for detail in DETAILS.get(m.name.partition("@")[0], ()):
             if not isinstance(m.details.get(detail), float):
                 raise ReportError(f"the report {where} cannot be read: {m.name} has no {detail}. {AGAIN}")
@@ -227,7 +227,7 @@ def this_machine() -> Hardware:
 
 
 class TaskReport(Strict):
-    """Accuracy on tasks: `results` by task and figure, by the harness's names."""
+    """Accuracy on tasks: `results` by task and figure, with the harness's names."""
 
     model: ModelEntry
     engine: EngineEntry

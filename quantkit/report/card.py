@@ -34,7 +34,7 @@ INHERITED = ("license", "license_name", "license_link", "language")
 
 @dataclass(frozen=True)
 class MethodText:
-    """A method in the card: one line, the paper, and the library that loads its artifacts.
+    """A method's texts in the card: one line, the paper, and the library that loads its artifacts.
 
     `usage` is Markdown: how engines load the artifact in FOLDER. {file} becomes the name of the first weight file,
     {transformers} the code that loads a folder with transformers.
@@ -62,7 +62,7 @@ def front_matter(text: str) -> dict[str, Any]:
 def inherited_metadata(folder: Path) -> dict[str, Any]:
     """Return the metadata that a quantized copy inherits from the card of the source in `folder`.
 
-    Unreadable cards, links out of the folder, and values that are no short text or list of them are left out.
+    Unreadable cards, links out of the folder, and values that are not short texts, or lists of them, are left out.
     """
     card = folder / CARD
     try:
@@ -177,12 +177,12 @@ def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
     path = artifact.folder / CARD
     entry = artifact.manifest.files.get(CARD)
     if entry is None or not path.is_file() or sha256_of(path) != entry.sha256:
-        raise ArtifactError(f"{path} is not as it was written, so it is left alone. Convert again with --force.")
+        raise ArtifactError(f"{path} was edited, so quantkit leaves it unchanged. Convert again with --force.")
     old = path.read_text(encoding="utf-8")
     head, begin, rest = old.rpartition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ArtifactError(f"{path} has no lines {BEGIN} and {END} to put the table between. Convert again.")
+        raise ArtifactError(f"{path} lacks the lines {BEGIN} and {END} around the table. Convert again.")
     text = head + _measured(Table(tuple(reports)).to_markdown()) + tail
     if text == old:
         return artifact

@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const chart = document.getElementById("chart"), tip = document.getElementById("tip");
   const NAMESPACE = chart.namespaceURI, COLOURS = 6, LEFT = 66, TOP = 14;
-  let RIGHT = 840, BOTTOM = 430; // as the window is wide: letters keep their size on a phone
+  let RIGHT = 840, BOTTOM = 430; // depends on the window's width: text keeps its size on a phone
 
   function html(name, words, parent) {
     const made = document.createElement(name);
@@ -79,8 +79,8 @@
     return { place, ticks, least: logarithmic ? 10 ** low : low };
   }
 
-  // Where a label may be, in pixels from its mark, and whether it has a line to it: the nearer spots first.
-  const NAMED = 40; // marks, above which none has a label
+  // Offsets of a label from its mark, in pixels, nearest first, and whether a line joins them.
+  const NAMED = 40; // with more marks than this, none has a label
   const ANGLES = [0, 180, 35, 145, -35, -145, 65, 115, -65, -115, 15, 165, -15, -165, 80, -80];
   const SPOTS = [9, 15, 24, 36, 50, 66, 84, 104, 126].flatMap((far) => ANGLES.map((angle) => {
     const turn = (angle * Math.PI) / 180;
@@ -112,7 +112,7 @@
     if (data.models.length > COLOURS) model.value = 0;
     redraw();
 
-    // As in the picture beside the table: by the order in the table; the source has the ink's colour.
+    // Same colours as in plot.py: by the order in the table; the source has the text's colour.
     function hue(group) {
       const at = Math.max(data.methods.indexOf(group), data.models.indexOf(group));
       return at < 0 ? "c6" : `c${at % COLOURS}`;
@@ -137,7 +137,7 @@
       const groups = [...new Set(points.map((point) => point[grouped] ?? "source"))];
       groups.sort((a, b) => (a === "source") - (b === "source"));
       const colour = (point) => hue(point[grouped] ?? "source");
-      // What lies far below the noise floor is nothing: it is drawn at the lower edge.
+      // Values far below the noise floor are drawn at the lower edge.
       const isKld = y[0].startsWith("KLD");
       const floors = isKld ? Object.entries(data.noise).filter(([name]) => points.some((p) => p.model === name)) : [];
       const least = isKld ? Math.min(...floors.map(([, noise]) => noise), 1e-3) / 10 : -Infinity;
@@ -167,9 +167,9 @@
         named.push([LEFT, at - 1, RIGHT, at + 1]);
         const words = one ? "noise floor: the source in bfloat16" : `noise floor of ${name}`;
         if (floors.length > 3) return;
-        // Names of lines that lie close together stand side by side above them.
-        const beside = named.findLast((box) => box[2] < RIGHT && at - 5 - box[3] < 16);
-        const left = beside ? beside[2] + 12 : LEFT + 6, base = beside ? beside[3] : at - 5;
+        // Names of close lines are side by side above them.
+        const neighbour = named.findLast((box) => box[2] < RIGHT && at - 5 - box[3] < 16);
+        const left = neighbour ? neighbour[2] + 12 : LEFT + 6, base = neighbour ? neighbour[3] : at - 5;
         named.push([left, base - 10, left + words.length * 6.4, base]);
         draw("text", { class: "floor-name", x: left, y: base }, chart, words);
       });
@@ -187,7 +187,7 @@
       key(groups, points.some((point) => point.values[y[0]][0] < least), points.length > NAMED);
     }
 
-    // Copies that no other copy of the model beats in both.
+    // Copies that no other copy of the model beats on both axes.
     function pareto(points, places, kind, taken) {
       for (const name of data.models) {
         const copies = points.filter((point) => point.model === name && point.method !== null);
@@ -239,7 +239,7 @@
       return { words: point.label, px, py, link, kind };
     }
 
-    // Every label where it costs least: it hides nothing and is nearest to its own mark; a far one has a line to it.
+    // Place labels where they hide nothing and are nearest to their own mark; a distant one has a line to it.
     function place(labels, taken) {
       const over = (a, b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3];
       const far = (box, label) => Math.hypot(
@@ -303,7 +303,7 @@
       groups.forEach((group) => html("span", `● ${group}`, place).classList.add(hue(group)));
       let words = "line: no other copy is better in both; bars: ± standard error; square: the source";
       if (clipped) words += "; what is below a tenth of the noise floor is drawn at the lower edge";
-      if (many) words += `; more than ${NAMED} marks have their names in hints`;
+      if (many) words += `; more than ${NAMED} marks show their names on hover`;
       html("span", words, place);
     }
 
@@ -312,7 +312,7 @@
     }).observe(document.getElementById("drawing"));
   }
 
-  // Data: what is packed in the page is saved as it was.
+  // Data: save the packed data unchanged.
   async function save(event) {
     const link = event.currentTarget;
     event.preventDefault();

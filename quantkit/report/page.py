@@ -1,4 +1,4 @@
-"""A self-contained HTML page of a table: an answer, a matrix, a picture, all figures, the variants.
+"""Render a table as a self-contained HTML page: recommendation, matrix, plot, all figures, variants.
 
 page.html, page.css and page.js are jinja2 templates that escape all values. The page's policy lets the browser load
 nothing, and run only its own script.
@@ -26,18 +26,18 @@ from quantkit.report.table import COLOURS, EMPTY, KLD, LEGEND, LONGEST, PERCENTI
 from quantkit.system.processor import threads
 from quantkit.system.sizes import megabytes
 
-MOST = 1_000_000  # bytes of a page, above which the JSON in it goes without the windows' sums
-LONGEST_CODE = 1 << 18  # characters of a line to copy
+MOST = 1_000_000  # bytes of a page; in a larger one the JSON omits the windows' sums
+LONGEST_CODE = 1 << 18  # characters of a command to copy
 LONGEST_LABEL = 200  # characters of a name in the picture
-STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # KLD in nats, where the colour changes
+STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # KLD in nats at which the colour changes
 ACROSS = ("weight_bytes", "bits_per_weight", "ms_per_token@", "peak_rss_bytes", "device_peak_bytes")
 UNITS = {"weight_bytes": "MB", "peak_rss_bytes": "MB", "device_peak_bytes": "MB", "bits_per_weight": "bits"}
 SPEEDS = {"ms_per_token@": "ms/token", "tg": "tokens/s"}
 CERTAIN = 1.96  # standard errors
-WORSE = 1.2  # times the source's perplexity, from which the recommendation warns
+WORSE = 1.2  # times the source's perplexity; above it the recommendation warns
 WORST = 5  # windows
 BINS, WIDTH, HEIGHT = 16, 320, 70  # of a histogram
-WITHOUT_SUMS = "The JSON to save is without the windows' sums, which would make this page larger than 1 MB."
+WITHOUT_SUMS = "The JSON to save omits the windows' sums, to keep this page below 1 MB."
 
 
 def page(
@@ -50,7 +50,7 @@ def page(
 ) -> str:
     """Return the page as HTML.
 
-    `artifacts` are by digest; `remarks` go below the table's notes. The answer names the smallest copy with at most
+    `artifacts` are by digest; `remarks` go below the table's notes. The page recommends the smallest copy with at most
     `max_kld` nats and the best of at most `max_bytes` (default: a third of float16). `server` returns the name of a
     format's server, or None.
     """
@@ -88,7 +88,7 @@ def page(
 
 
 def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str]]:
-    """Return the artifacts that comparisons and sweeps left at `places`, by digest, and remarks on unreadable ones.
+    """Return the artifacts of comparisons and sweeps at `places`, by digest, and remarks on unreadable ones.
 
     Only manifests are read. A report belongs to the artifact with its digest.
     """
@@ -118,7 +118,7 @@ def environment() -> Environment:
 
 
 def _code(text: str) -> Markup:
-    """Return lines to copy, which are never cut."""
+    """Return lines to copy, uncut."""
     return Markup("\n").join(escape(one_line(line, LONGEST_CODE)) for line in text.rstrip("\n").split("\n"))
 
 
@@ -134,7 +134,7 @@ def _data_url(content: str) -> Markup:
 
 
 def _without_sums(table: Table) -> Table:
-    """Return the reports without the windows' sums, and without fingerprints, which cover the sums."""
+    """Return the reports without the windows' sums, and without fingerprints, which depend on the sums."""
     reports = []
     for report in table.reports:
         bare = tuple(m.model_copy(update={"sums": ()}) for m in report.measurements)
@@ -143,7 +143,7 @@ def _without_sums(table: Table) -> Table:
 
 
 def in_words(m: Measurement) -> str:
-    """Return a figure for a sentence."""
+    """Return a figure as text for a sentence."""
     if m.name == "weight_bytes":
         return megabytes(m.value)
     return f"{NAMES.get(m.name, m.name.replace('_', ' '))} {m.text(4 if m.name == 'kld' else 2)}"
@@ -155,7 +155,7 @@ def _value(report: Report, name: str) -> float:
 
 
 def answer(table: Table, model: str, max_kld: float, max_bytes: float | None) -> dict[str, Any]:
-    """Return what the answer says of a model: the smallest copy within the KLD limit, or the nearest; the best copy
+    """Return the recommendation for a model: the smallest copy within the KLD limit, or the nearest; the best copy
     within `max_bytes`, whether that is certain, and arguments against it; the fastest copy on each machine.
     """
     variants = table.variants(model)
@@ -239,7 +239,7 @@ def divergence(report: Report) -> dict[str, Any] | None:
 
 
 def histogram(values: Sequence[float]) -> dict[str, Any]:
-    """Return a histogram of (W,) values from 0, or the least, to the most: the path of an SVG, and its labels."""
+    """Return a histogram of (W,) values as an SVG path with labels; it starts at 0 or at a negative minimum."""
     low, high = min(0.0, *values), max(values)
     width, counts = high - low, [0] * BINS
     for value in values:
@@ -255,7 +255,7 @@ def histogram(values: Sequence[float]) -> dict[str, Any]:
 
 
 def plot_data(table: Table, places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Return the picture's data: the axes, the points with standard errors, and the noise floors."""
+    """Return the plot's data: the axes, the points with standard errors, and the noise floors."""
 
     def line(name: str) -> str:
         return one_line(name, LONGEST_LABEL)

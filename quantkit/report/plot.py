@@ -1,4 +1,4 @@
-"""The picture: perplexity against size relative to float16, one mark a variant, the sources' levels dashed.
+"""Plot perplexity against size relative to float16: one mark per variant, dashed lines for the sources.
 
 For one model, each method has a colour; for several, each model has one; many models get a small panel each.
 Labels are next to their marks and hide nothing; a label further away has a line to its mark.
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
     from quantkit.report.table import Table
 
-FAR = 3.0  # perplexities beyond this many times the source's are drawn at the upper edge
+FAR = 3.0  # perplexities above this many times the source's are drawn at the upper edge
 TOGETHER = 3  # models in one panel
 LETTERS = 7  # points
 MARK = 5  # pixels from the middle of a mark to its sides, with some room
-# Where a label may be, in points from its mark: the nearer ones first.
+# Offsets of a label from its mark, in points, nearest first.
 SPOTS = [
     (round(far * math.cos(turn)), round(far * math.sin(turn)))
     for far in (8, 14, 22, 32, 44, 56, 68, 80)
     for turn in map(math.radians, (0, 180, 35, 145, -35, -145, 65, 115, -65, -115, 15, 165, -15, -165, 80, -80))
 ]
-IS_LED = np.array([math.hypot(*spot) > 12 for spot in SPOTS])  # points: a label further away has a line to its mark
+IS_LED = np.array([math.hypot(*spot) > 12 for spot in SPOTS])  # in points; such a label has a line to its mark
 RANK = np.arange(len(SPOTS))
-# What a spot costs: outside of the axes, or nearer to another mark without a line; for each thing that it hides, for
-# each mark that its line crosses, and for its distance.
+# Costs of a spot: outside of the axes, or nearer to another mark without a line; per hidden thing; per mark that its
+# line crosses; and per distance.
 OUTSIDE, HIDDEN, CROSSED, FURTHER = 1000.0, 10.0, 2.0, 0.02
-ROUNDS = 8  # of placing all labels
+ROUNDS = 8  # passes over all labels
 
 Boxes = NDArray[np.float64]  # (..., 4): left, low, right, high in pixels
 
@@ -96,7 +96,7 @@ def picture(table: Table) -> Figure | None:
     w = one.windows
     figure.supylabel(f"perplexity ({w.protocol}, {w.windows} windows of {w.n_ctx})", fontsize="medium")
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # a label that is placed moves nothing
+    figure.set_layout_engine("none")  # placed labels must not move the axes
     for axes, panel in zip(grid, panels, strict=False):
         _write_labels(axes, [point for points in panel.values() for point in points])
     return figure
@@ -215,7 +215,7 @@ def place_labels(
             corners.append((left, low, left + wide, low + tall))
         boxes = np.array(corners)
         line = np.linspace(np.broadcast_to(mark, (len(SPOTS), 2)), (boxes[:, :2] + boxes[:, 2:]) / 2, 40, axis=1)
-        line[~IS_LED] = np.nan  # which lies on nothing
+        line[~IS_LED] = np.nan  # no line, so it crosses nothing
         shape = np.concatenate([boxes[:, None], np.concatenate([line - 1, line + 1], axis=2)], axis=1)
         others = middles[np.hypot(*(middles - mark).T) > 2 * MARK]
         own = _distances(boxes, mark[None])[:, 0]
@@ -233,7 +233,7 @@ def place_labels(
 
 
 def _place_in_order(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -> tuple[float, dict[int, int]]:
-    """Place the labels in this order, each where it costs least next to the placed ones; return total cost and spots.
+    """Place the labels in this order, each where it costs least; return total cost and spots.
 
     `shapes` (S, 1 + K, 4) have for each spot the box of the words, and points of the line to the mark.
     """

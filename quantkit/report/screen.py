@@ -1,4 +1,4 @@
-"""A grid of figures on a terminal: transposed if its columns do not fit; the best figures are marked."""
+"""Draw a grid of figures on a terminal, transposed if its columns do not fit, with the best figures marked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from quantkit.errors import LONGEST, one_line
 
 MARK = " *"
-GAP = 3  # columns of the screen between two of the table
+GAP = 3  # characters between two columns
 
 
 @dataclass(frozen=True)

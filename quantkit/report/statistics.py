@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quantkit.records.report import Measurement
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
-# Names of figures of which more is better; of all others less is.
+# Figures for which higher is better; for all others lower is.
 HIGHER = re.compile(r"same_top_p|(pp|tg)\d|answers_tokens_per_second")
 EXACT = ("weight_bytes", "bits_per_weight")
 CONFIDENCE = 0.95
@@ -37,9 +37,9 @@ def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def best(figures: Sequence[Measurement | None]) -> int | None:
-    """Return the position of the figure that is better than all others, beyond the error of the differences, or None.
+    """Return the index of the figure that is better than all others beyond the error of the differences, or None.
 
-    All figures have one name.
+    All figures must have the same name.
     """
     present = [(i, figure) for i, figure in enumerate(figures) if figure is not None]
     if len(present) < 2:

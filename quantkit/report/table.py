@@ -1,8 +1,8 @@
-"""The table: reports side by side, of one model's variants or of several models and machines.
+"""Tables that compare reports of one model's variants, or of several models and machines.
 
 Columns are variants, rows are measures, model by model. Figures of quality do not depend on the machine and have one
-row; figures of speed and memory have a row for each machine. Reports that were measured differently are refused, with
-the field that differs.
+row; figures of speed and memory have a row for each machine. Reports that were measured differently are refused; the
+error names the field that differs.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EMPTY = "-"
-UNCOMPRESSED = 15.5  # bits per weight from which a copy is not quantized, such as float16
+UNCOMPRESSED = 15.5  # bits per weight; from here a copy counts as not quantized, such as float16
 LEGEND = "better than every other quantized copy beyond the error of the difference (95 %)."
-MORE = "Notes in full: --notes, or table.md where there is one."
+MORE = "All notes: --notes, or table.md."
 KLD, PERCENTILE = "KLD from source", "KLD, 99th percentile"
 MAIN = ("perplexity", "word perplexity", KLD, "file size")  # of a line
-ROUNDING = 1e-4  # relative change of a figure that another processor's products may cause
+ROUNDING = 1e-4  # relative change that another processor's rounding may cause
 TABLE = "table.json"
 LONGEST = 2000  # characters of one text in Markdown or HTML
-# What begins HTML, an entity, a link, code, emphasis or a cell.
+# Characters that begin HTML, an entity, a link, code, emphasis or a cell.
 ENTITIES = {"<": "&lt;", "&": "&amp;"}
 SPECIAL = re.compile(r"[\\`*\[\]<|]|&(?=[#\w])")
-# Colours of methods or models in the picture and on the page; the last is the source's.
+# Colours of methods or models in plots and on the page; the last is the source's.
 COLOURS = ("#0072b2", "#c44e00", "#008a64", "#b0508a", "#a36a00", "#2a86bd", "#1b1f24")
 
 Show = Callable[[Measurement], str]
@@ -59,11 +59,11 @@ OF_A_MACHINE = ("peak_rss_bytes", "device_peak_bytes")  # and all figures at a n
 # Notes below a table that has figures of a name.
 NOTES = {
     "ms_per_token": "ms/token: batch 1, greedy, median of the repeats after a warm-up.",
-    "ttft_ms": "ms to first token: from a prompt of at most 32 tokens to the first new one, median.",
+    "ttft_ms": "ms to first token: from a prompt of at most 32 tokens to the first new token, median.",
     "pp512": "prompt and generated tokens/s: mean ± standard deviation of the repeats, random tokens, as llama-bench.",
     "answers_tokens_per_second": "answers: nine prompts, greedy, batch 1; mean ± standard error; times: "
     "median / p90 / p99.",
-    "peak_rss_bytes": "Peak memory: resident, of a process of its own that loads and generates.",
+    "peak_rss_bytes": "Peak memory: resident size of a process that loads the model and generates.",
 }
 
 
@@ -265,9 +265,9 @@ class Table:
         return rows
 
     def notes(self, full: bool = False) -> list[str]:
-        """Return the notes below the table, each once; a note on some models or machines names them.
+        """Return the notes below the table, each once; notes on only some models or machines name them.
 
-        Without `full`: only what changes how figures are read, and the first words of how copies were made.
+        Without `full`: only notes that change how to read figures, each cut at its first colon, semicolon or bracket.
         """
         about: dict[tuple[str, str], dict[str, None]] = {}
         engines: list[tuple[Report, str]] = []
@@ -291,7 +291,7 @@ class Table:
         return [*self.missing, *lines, *self._disagreements()]
 
     def _grouped(self, said: list[tuple[Report, str]]) -> Iterator[tuple[str, str]]:
-        """Yield each text once, with the variants that it is about."""
+        """Yield each text once, with its variants."""
         found: dict[str, dict[str, dict[str, None]]] = {}
         for report, text in said:
             found.setdefault(text, {}).setdefault(report.model.name, {})[report.model.label] = None
@@ -300,14 +300,14 @@ class Table:
             yield text, ", ".join(f"{m} ({', '.join(v)})" if several else ", ".join(v) for m, v in models.items())
 
     def _disagreements(self) -> Iterator[str]:
-        """Yield where machines have different files, or figures of quality that differ by more than rounding."""
+        """Yield notes on machines with different files, or with quality figures that differ beyond rounding."""
         pairs: dict[tuple[str, str], list[tuple[Report, str]]] = {}
         for report, machine in self._placed if self.machines else []:
             pairs.setdefault((report.model.name, report.model.label), []).append((report, machine))
         for (model, label), ((one, here), *others) in pairs.items():
             for other, there in others:
                 if other.model.digest != one.model.digest:
-                    yield f"{model}, {label}: the files on {there} are others than those on {here}."
+                    yield f"{model}, {label}: the files on {there} differ from those on {here}."
                 for title, name, show in _measures([one]):
                     a, b = one.find(name), other.find(name)
                     if a is None or b is None or "@" in name or name in OF_A_MACHINE or title == PERCENTILE:
@@ -361,7 +361,7 @@ class Table:
                 lines.append(line([escape_markdown(model), escape_markdown(row.title), *cells]))
         lines += ["", *(f"- {escape_markdown(note)}" for note in self.notes())]
         lines += [f"- **Bold**: {LEGEND}"] if self._has_best else []
-        lines += ["", "<details><summary>Notes in full</summary>", ""]
+        lines += ["", "<details><summary>All notes</summary>", ""]
         lines += [*(f"- {escape_markdown(note)}" for note in self.notes(full=True)), "", "</details>"]
         return "\n".join(lines) + "\n"
 
@@ -397,14 +397,14 @@ def _how_measured(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, 
     if "perplexity" in names and not full:
         yield "model", f"Perplexity: {w.protocol}, {cut} of {text}."
     elif "perplexity" in names:
-        counted = "the second half of each counted" if w.first else "every target counted"
+        counted = "the second half of each scored" if w.first else "every token scored"
         if w.documents:
             cut = f"{w.documents} pages in windows of at most {w.n_ctx} tokens"
-        yield "model", f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} targets)."
+        yield "model", f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} tokens)."
         yield "model", f"Text: {text}, sha256 {one.text.sha256[:12]}."
     h = one.hardware
     hardware = f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB."
-    divergence = f"KLD: nats a target, from the source in {one.baseline.dtype}." if one.baseline else ""
+    divergence = f"KLD: nats per token, against the source in {one.baseline.dtype}." if one.baseline else ""
     if not full:
         yield from (("model", divergence),) if divergence else ()
         yield "machine", hardware
@@ -412,12 +412,12 @@ def _how_measured(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, 
     yield "machine", hardware
     yield from (("model", note) for name, note in NOTES.items() if name in names)
     if one.baseline:
-        floor = f"Noise floor: {noise_of(reports)[1]}; keeping its states in float16 costs {one.baseline.rounding:.1g}."
+        floor = f"Noise floor: {noise_of(reports)[1]}; storing its states in float16 adds {one.baseline.rounding:.1g}."
         yield "model", f"{divergence} {floor}"
 
 
 def join_tables(tables: Iterable[tuple[str | None, Table]]) -> Table:
-    """Join tables, each with its machine's label; None stands for the names of its processor and device.
+    """Join tables, each with its machine's label; None means its processor and device names.
 
     Reports of one model and machine become one part. Raises ReportError.
     """
@@ -432,8 +432,8 @@ def join_tables(tables: Iterable[tuple[str | None, Table]]) -> Table:
                 found.append(report)
             elif twin.model.digest != report.model.digest:
                 raise ReportError(
-                    f"two different files are called {report.model.label} on {machine}. "
-                    "Leave one of their tables out, or give the machines labels."
+                    f"{machine} has two different files with the label {report.model.label}. "
+                    "Leave one of their tables out, or give LABEL=PATH."
                 )
             else:  # the same copy: one report is enough, if both were made alike
                 Table((twin, report), (machine, machine))
@@ -449,12 +449,12 @@ def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
     for place in places:
         label, path = split_label(place)
         if path.is_dir() and not (path / TABLE).is_file():
-            raise ReportError(f"the folder {path} holds no {TABLE}. Give a folder that quantkit compare has written.")
+            raise ReportError(f"the folder {path} has no {TABLE}. Give a folder written by quantkit compare.")
         tables = read_tables(path / TABLE if path.is_dir() else path)
         if label is not None and len({own for own, _ in tables}) > 1:
             owns = ", ".join(dict.fromkeys(own or "without a name" for own, _ in tables))
             raise ReportError(
-                f"{path} holds tables of several machines ({owns}), which cannot all be called {label}. Leave "
+                f"{path} has tables of several machines ({owns}), so they cannot share the label {label}. Leave "
                 "the label out."
             )
         found += [(label or own, table) for own, table in tables]
@@ -468,7 +468,7 @@ def split_label(place: str) -> tuple[str | None, Path]:
     if not equals or path.exists():
         return None, path
     if not label.strip():
-        raise ReportError(f"{shown(place)} has no label before the sign =")
+        raise ReportError(f"{shown(place)} has no label before the =")
     return label, path_of(rest, ReportError)
 
 
@@ -480,13 +480,13 @@ def read_tables(path: Path) -> list[tuple[str | None, Table]]:
         values = {"reports": [values]}
     parts = values.get("parts", [values])
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise ReportError(f"{path} is no table of quantkit: its parts are no list of tables")
+        raise ReportError(f"{path} is not a table of quantkit: its parts are not a list of tables")
     found = []
     for machine, reports in ((part.get("machine"), part.get("reports")) for part in parts):
         if not isinstance(reports, list):
-            raise ReportError(f"{path} is no table of quantkit: it holds no reports")
+            raise ReportError(f"{path} is not a table of quantkit: it has no reports")
         if machine is not None and not (isinstance(machine, str) and 0 < len(machine) <= LARGEST_NAME):
-            raise ReportError(f"{path} is no table of quantkit: a machine's label is no short text")
+            raise ReportError(f"{path} is not a table of quantkit: a machine's label is not a short text")
         found.append((machine, Table(tuple(parse_report(value, str(path)) for value in reports))))
     return found
 

@@ -21,25 +21,25 @@ from quantkit.records.recipe import LoadTestSpec
 
 OK, UNFINISHED = "ok", "unfinished"
 APIS = {"completions": "/completions", "chat": "/chat/completions"}
-EXAMPLE_CHARACTERS = 200  # of a server's words about a failure
-READ_BYTES = 1 << 14  # of a refusal
+EXAMPLE_CHARACTERS = 200  # of a server's error text in a report
+READ_BYTES = 1 << 14  # of an error response
 LARGEST_COUNT = 1 << 31  # tokens of one request, as a server counts them
 EVENT_BYTES = 1 << 20  # of one event; a longer one is malformed
 
 # The kinds of failure with their meanings; a status such as 429 is the kind `http 429`.
 KINDS = {
-    "refused": "no connection: nothing listens there, or the name is unknown",
+    "refused": "no connection: no server listens there, or the host is unknown",
     "connect timeout": "no connection within the limit",
     "first token timeout": "no token within the limit",
     "stalled": "a longer pause between two tokens than the limit",
     "timeout": "the whole answer took longer than the limit",
     "disconnected": "the connection broke, or the stream ended without its end mark",
-    "malformed": "an answer that is no stream of events, or an event that is no valid JSON of the API",
+    "malformed": "the answer is not a stream of events, or an event is not valid JSON of the API",
     "server error": "the stream itself reported an error",
-    "empty": "the stream ended with neither a token nor a reason why",
-    UNFINISHED: "the time of the measurement was over first: not a failure",
+    "empty": "the stream ended without tokens and without a finish reason",
+    UNFINISHED: "the measurement ended first; not a failure",
 }
-# Kinds of the client's exceptions; the first match counts.
+# Kinds of the client's exceptions; the first match wins.
 KIND_OF: dict[type[Exception], str] = {
     httpx2.ConnectTimeout: "connect timeout",
     httpx2.ConnectError: "refused",
@@ -54,8 +54,8 @@ KIND_OF: dict[type[Exception], str] = {
 class Answer:
     """The result of one request; times are `time.perf_counter()` in seconds.
 
-    `due` is when it should have been sent, `stamps` when each piece of text came. `prompt_tokens`, `new_tokens` and
-    `reason` (why the answer ended) come from the server, None or empty if not reported. `kind` is OK or the kind of
+    `due` is when it should have been sent, `stamps` when each chunk of text arrived. `prompt_tokens`, `new_tokens` and
+    `reason` (the finish reason) come from the server, None or empty if not reported. `kind` is OK or the kind of
     failure, `message` an example.
     """
 
@@ -70,12 +70,12 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """New tokens as the server counts them, or else the pieces of text."""
+        """Return the server's count of new tokens, else the number of text chunks."""
         return len(self.stamps) if self.new_tokens is None else self.new_tokens
 
 
 class _Failure(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a request with a kind of failure that is no exception of the client, and an example."""
+    """Ends a request with a kind of failure that is not an exception of the client, and an example."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class Endpoint:
     key: str | None = None
 
     def __post_init__(self) -> None:
-        # No message repeats the URL, which may hold a password.
+        # Messages never repeat the URL, which may contain a password.
         try:
             parts = httpx2.URL(self.url)
         except (httpx2.InvalidURL, ValueError):
-            raise RecipeError("the endpoint is no URL; give http://HOST:PORT/v1") from None
+            raise RecipeError("the endpoint is not a URL; give http://HOST:PORT/v1") from None
         if parts.scheme not in ("http", "https") or not parts.host:
             raise RecipeError("the endpoint must begin with http:// or https://, and name a host")
         if "?" in self.url or "#" in self.url:
@@ -100,11 +100,11 @@ class Endpoint:
         if parts.port is not None and not 1 <= parts.port <= 65535:
             raise RecipeError(f"the endpoint has the port {parts.port}, which is not between 1 and 65535")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
-            raise RecipeError("the endpoint's key holds characters that a header cannot carry")
+            raise RecipeError("the endpoint's key has characters that an HTTP header cannot contain")
 
     @property
     def shown(self) -> str:
-        """The URL without a password."""
+        """Return the URL without a password."""
         return str(httpx2.URL(self.url).copy_with(username=None, password=None))
 
     def without_secrets(self, text: str) -> str:
@@ -117,10 +117,10 @@ class Endpoint:
         for secret in sorted(filter(None, spellings), key=len, reverse=True):
             text = text.replace(secret, "***")
         beginning = text[:EXAMPLE_CHARACTERS].encode("utf-8", "backslashreplace").decode("utf-8")
-        return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # a character may become its number
+        return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # an unprintable character becomes several
 
     def client(self, connections: int, connect_timeout: float) -> httpx2.AsyncClient:
-        """Return a client for that many requests at once, without proxies and redirects: the server itself is timed."""
+        """Return a client for that many requests at once, without proxies and redirects, to time only the server."""
         return httpx2.AsyncClient(
             headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             timeout=httpx2.Timeout(None, connect=connect_timeout),
@@ -149,10 +149,10 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
                     pause.reschedule(loop.time() + spec.pause_timeout)
             else:
                 raise _Failure("disconnected", "the stream ended without [DONE]")
-        # A model may end its answer at once: then there is a reason, and no token.
+        # A model may end its answer at once: then there is a finish reason but no token.
         answer.kind = OK if answer.stamps or answer.reason else "empty"
     except TimeoutError:
-        # Both limits raise the same error, but only one has expired.
+        # Both limits raise the same error; check which one has expired.
         answer.kind = "timeout" if whole.expired() else "stalled" if answer.stamps else "first token timeout"
     except _Failure as failure:
         answer.kind, message = failure.args
@@ -186,12 +186,12 @@ def _record_event(data: str, answer: Answer) -> bool:
 
 def _count(value: Any) -> int:
     if not 0 <= (tokens := int(value)) <= LARGEST_COUNT:
-        raise ValueError("no number of tokens")
+        raise ValueError("not a number of tokens")
     return tokens
 
 
 async def _beginning(response: httpx2.Response) -> str:
-    """Return the beginning of a refusal: longer than an example, so that no key is cut in two."""
+    """Return the beginning of an error response, longer than an example, so that no key is cut in two."""
     read = b""
     async for part in response.aiter_bytes():
         read += part

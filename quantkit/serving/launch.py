@@ -20,9 +20,9 @@ from quantkit.errors import DependencyError, EngineError, OutputError, RecipeErr
 from quantkit.serving.servers import ServerPlan
 from quantkit.system.interpreter import inspect_interpreter
 
-START_LIMIT = 1800.0  # seconds until a server must answer: some compile a model for minutes
-GRACE = 10.0  # seconds that a server has to end by itself
-GRACE_OF_CHILDREN = 2.0  # seconds that its children have after it
+START_LIMIT = 1800.0  # seconds until a server must answer; some compile a model for minutes
+GRACE = 10.0  # seconds for a server to end by itself
+GRACE_OF_CHILDREN = 2.0  # seconds for its children after it
 POLL = 0.2
 PR_SET_PDEATHSIG = 1
 
@@ -41,7 +41,7 @@ def serving(launch: ServerPlan) -> Iterator[subprocess.Popen[bytes]]:
         stdin=subprocess.DEVNULL,
         stdout=sys.__stderr__,
         stderr=sys.__stderr__,
-        start_new_session=True,  # so that a signal reaches it and its children once, from here
+        start_new_session=True,  # so that signals reach it and its children only from this process
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     last = signal.SIGTERM
@@ -59,7 +59,7 @@ def wait(launch: ServerPlan, child: subprocess.Popen[bytes]) -> int:
     """Wait for the server's end; return its exit code. Raises EngineError if a signal ended it."""
     code = child.wait()
     if code < 0:
-        raise EngineError(f"{launch.server.summary} {_how_ended(code)}. The system does so where memory runs out.")
+        raise EngineError(f"{launch.server.summary} {_how_ended(code)}. The system does that when memory runs out.")
     return code
 
 
@@ -67,7 +67,7 @@ def _check_startable(launch: ServerPlan) -> None:
     """Raise a QuantkitError if the engine is missing or the port is taken."""
     server = launch.server
     if not server.modules:
-        raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
+        raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows the command")
     if missing := inspect_interpreter(launch.python, server.modules)[0]:
         raise DependencyError(f"{launch.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
     try:
@@ -77,13 +77,11 @@ def _check_startable(launch: ServerPlan) -> None:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise OutputError(
-            f"{launch.host} port {launch.port} cannot be listened on ({why}). Give another --port."
-        ) from None
+        raise OutputError(f"{launch.host} port {launch.port} is not available ({why}). Give another --port.") from None
 
 
 def _end_with_parent() -> None:
-    """In the child, before the server starts: request SIGTERM for when this process is killed. See prctl(2)."""
+    """In the child, before the server starts: request SIGTERM if this process is killed. See prctl(2)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -92,7 +90,7 @@ def _wait_until_it_answers(launch: ServerPlan, child: subprocess.Popen[bytes]) -
     with httpx2.Client(timeout=5.0, trust_env=False) as client:
         while time.monotonic() < limit:
             if (code := child.poll()) is not None:
-                raise EngineError(f"{launch.server.summary} {_how_ended(code)} before it answered; its log says why")
+                raise EngineError(f"{launch.server.summary} {_how_ended(code)} before it answered; see its log")
             with suppress(httpx2.HTTPError):
                 if client.get(f"{launch.url}/models").status_code == 200:
                     return
@@ -109,7 +107,7 @@ def _how_ended(code: int) -> str:
 
 
 def _end_server(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
-    """Pass the signal on, wait, and kill what is left; ignore further signals meanwhile."""
+    """Pass the signal on, wait, and kill remaining processes; ignore further signals meanwhile."""
     ignored = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:

@@ -1,7 +1,7 @@
 """Load test: send requests to a server at a fixed concurrency or rate for a fixed time, and measure the answers.
 
 Time to first token, time per output token and latency count complete answers only; the token rate counts all tokens
-that came in time. Formulas: docs/serving.md.
+that arrived in time. Formulas: docs/serving.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint, send
 from quantkit.system.progress import Progress
 from quantkit.system.untrusted import path_of, read_text
 
-FIRST_REST, LONGEST_REST = 0.05, 1.0  # seconds after a failure, doubled with each in a row
-HOPELESS = ("refused", "connect timeout")  # of the warm-up: nothing more is sent
-AT_A_RATE = 256  # requests at once, by default
+FIRST_REST, LONGEST_REST = 0.05, 1.0  # seconds after a failure, doubled for each failure in a row
+HOPELESS = ("refused", "connect timeout")  # failures of the warm-up that end the test
+AT_A_RATE = 256  # requests at once by default, at a rate
 
 
 class LoadReport(Strict):
@@ -57,11 +57,11 @@ class LoadReport(Strict):
 
 
 def prompts_of(path: Path) -> tuple[str, ...]:
-    """Read the prompts of a UTF-8 file, one a line; raises RecipeError."""
+    """Read the prompts of a UTF-8 file, one per line; raises RecipeError."""
     path = path_of(path, RecipeError)
     prompts = tuple(line.strip() for line in read_text(path, RecipeError).splitlines() if line.strip())
     if not prompts:
-        raise RecipeError(f"{path} has no prompts; write one a line")
+        raise RecipeError(f"{path} has no prompts; write one per line")
     return prompts
 
 
@@ -86,7 +86,7 @@ class _LoadTest:
     async def report(self) -> LoadReport:
         async with self.client:
             hopeless = False
-            for _ in range(self.spec.warm_up):  # before the clock starts
+            for _ in range(self.spec.warm_up):  # before the measurement
                 answer = Answer(due=time.perf_counter())
                 await send(self.client, self.endpoint, WARM_UP, self.spec, answer)
                 if hopeless := answer.kind in HOPELESS:
@@ -98,9 +98,9 @@ class _LoadTest:
         seconds = min(max(time.perf_counter() - self.begin, 1e-9), self.spec.duration)
         notes = []
         if any(a.kind == OK and a.new_tokens is None for a in self.answers):
-            notes.append("the server reports no count of tokens, so each piece of text counts as one")
+            notes.append("the server reports no token counts, so each chunk of text counts as one token")
         if self.waited:
-            notes.append(f"{self.waited} requests found {self.limit} others open and waited; their wait counts")
+            notes.append(f"{self.waited} requests waited since {self.limit} were open; their wait counts")
         return LoadReport(
             endpoint=self.endpoint.shown,
             model=self.endpoint.model,
@@ -137,7 +137,7 @@ class _LoadTest:
                 rest = min(2 * rest, LONGEST_REST)
 
     async def _arrivals(self, rate: float) -> None:
-        """Send requests at times of a Poisson process. A request that finds no room waits, and its wait counts."""
+        """Send requests at times of a Poisson process. A request over the limit waits, and its wait counts."""
         times, room, due = random.Random(self.spec.seed), asyncio.Semaphore(self.limit), self.begin
         async with asyncio.TaskGroup() as group:
             for _ in self.left:
@@ -163,11 +163,11 @@ class _LoadTest:
             while True:
                 await asyncio.sleep(1)
                 ended = sum(answer.kind == OK for answer in self.answers)
-                advance(remark=f"{ended} answers, {sum(len(a.stamps) for a in self.answers)} pieces of text")
+                advance(remark=f"{ended} answers, {sum(len(a.stamps) for a in self.answers)} chunks of text")
 
 
 def measured(answers: list[Answer], seconds: float, max_in_flight: int, price: float | None) -> list[Measurement]:
-    """Return the figures of all answers. seconds: how long tokens were counted; price: of an hour."""
+    """Return the figures of all answers. seconds: the time in which tokens were counted; price: per hour."""
     done = [a for a in answers if a.kind == OK]
     times = {
         "ttft_ms": [a.stamps[0] - a.due for a in done if a.stamps],
@@ -187,7 +187,7 @@ def measured(answers: list[Answer], seconds: float, max_in_flight: int, price: f
     def add(name: str, value: float, unit: str = "", n: int | None = None) -> None:
         figures.append(Measurement(name=name, value=value, unit=unit, n=n))
 
-    # A piece of text can hold several tokens; what did not come to its end has no count of the server's.
+    # A chunk of text can have several tokens; an unfinished answer has no count from the server.
     pieces, tokens = sum(len(a.stamps) for a in done), sum(a.tokens for a in done)
     new = tokens + (tokens / pieces if pieces else 1.0) * sum(len(a.stamps) for a in answers if a.kind != OK)
     add("requests_per_second", len(done) / seconds, "requests/s")

@@ -1,4 +1,4 @@
-"""Servers: a table of how to start each engine's OpenAI-compatible server; and which engine loads which format."""
+"""A table of commands that start each engine's OpenAI-compatible server, and of which engine loads which format."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from quantkit.models.config import context_of
 from quantkit.records.recipe import ServeSpec, parse
 from quantkit.system.processor import usable_cores
 
-USUAL_CONTEXT = 4096  # tokens, where the model takes more and the user does not say
+USUAL_CONTEXT = 4096  # default limit of tokens
 LONGEST_NAME = 200  # characters of the name in the API
 
 
 @dataclass(frozen=True)
 class Server:
-    """An engine's server. `loader` loads the files: the name of an engine, or of one of a format's `servers`.
+    """An engine's server. `loader`: the engine that loads the files, or one of a format's `servers`.
 
     `command` and `variables` have places for {python}, {host}, {port}, {n_ctx}, {threads} and {name} of the API, the
     model's {folder}, its {parent} and {basename}, and its first weight {file}. The user's environment overrides
-    variables without a place. `modules` must be installed; without any, quantkit only prints the command.
+    variables without a placeholder. `modules` must be installed; without any, quantkit only prints the command.
     """
 
     name: str
@@ -48,19 +48,19 @@ class Server:
 SERVERS = {
     server.name: server
     for server in (
-        # By default a second request cuts off the first one's answer, and logits are computed for all prompt tokens.
+        # By default a second request interrupts the first one's answer, and logits are computed for all prompt tokens.
         Server("llamacpp", "llama-cpp-python's server", "llamacpp", """
             {python} -m llama_cpp.server --model {file} --model_alias {name} --host {host} --port {port} --n_ctx {n_ctx}
             --n_threads {threads} --n_threads_batch {threads} --interrupt_requests False --logits_all False""",
             modules=("llama_cpp", "uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings"),
             install=pip_line("serve")),
-        # GiB of keys and values: by default vLLM wants nearly all memory of a machine without a GPU.
+        # GiB of KV cache: by default vLLM takes nearly all memory of a machine without a GPU.
         Server("vllm", "vLLM's server", "vllm", """
             {python} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name {name}
             --host {host} --port {port} --max-model-len {n_ctx} --dtype bfloat16""",
             {"OMP_NUM_THREADS": "{threads}", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"},
             modules=("vllm",),
-            install="vLLM needs an environment of its own: pip install vllm there, and give its interpreter with "
+            install="vLLM needs its own environment: pip install vllm there, and give its interpreter with "
             "--python"),
         Server("llama-server", "llama.cpp's own server", "llamacpp", """
             llama-server --model {file} --alias {name} --host {host} --port {port} --ctx-size {n_ctx}
@@ -92,13 +92,12 @@ class ServerPlan:
 
     @property
     def url(self) -> str:
-        """The base of the API."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.port}/v1"
 
 
 def plan_server(artifact: str, engine: str | None = None, **settings: int | str | None) -> ServerPlan:
-    """ServerPlan the start of a server, and check what can be checked before it; raises a QuantkitError.
+    """Plan the start of a server, after all checks that are possible before it; raises a QuantkitError.
 
     `settings` are the other fields of `ServeSpec`.
     """
@@ -107,11 +106,11 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
     if model.artifact is not None:
         refuse_untrue(model.artifact)
     if model.source is not None and not model.source.own_files:
-        raise UnsupportedError(f"no server takes {model.name}: {NOT_ITS_FILES}.")
+        raise UnsupportedError(f"no server can load {model.name}: {NOT_ITS_FILES}.")
     server = choose_server(model, spec.engine)
     longest = context_of(model.config)
     if spec.n_ctx is not None and spec.n_ctx > longest:
-        raise RecipeError(f"a context of {spec.n_ctx} tokens: {model.label} has at most {longest}")
+        raise RecipeError(f"n_ctx = {spec.n_ctx}: the context of {model.label} has at most {longest} tokens")
     python = spec.python or sys.executable
     name = spec.name or re.sub(r"^-+", "", one_line(model.name, LONGEST_NAME)) or "model"
     folder = model.folder.resolve()
@@ -143,7 +142,7 @@ def choose_server(model: Model, name: str | None) -> Server:
             if server.modules and not server.refusal(model):
                 return server
         reasons = (f"{server.summary}: {server.refusal(model)}" for server in SERVERS.values() if server.modules)
-        raise UnsupportedError(f"no server that quantkit starts takes {model.label}. {'. '.join(reasons)}.")
+        raise UnsupportedError(f"no server that quantkit starts can load {model.label}. {'. '.join(reasons)}.")
     if name not in SERVERS:
         raise RecipeError(f"unknown server {name!r}.{near_miss(name, SERVERS)} Known: {', '.join(SERVERS)}.")
     if reason := SERVERS[name].refusal(model):
@@ -163,14 +162,14 @@ def refusal(loader: str, stored: Format, quantization: Mapping[str, Any]) -> str
 
 
 def loaders() -> tuple[str, ...]:
-    """Return the names in `what_loads`: the engines, our own reader first, and exllama, which is only a server here."""
+    """Return the names in `what_loads`: the engines, reference first, and exllama, which is only a server here."""
     return (*sorted(engines(), key=lambda name: name != "reference"), "exllama")
 
 
 def what_loads() -> Iterator[tuple[str, str, dict[str, tuple[str, str]]]]:
-    """Yield each format, the kinds that all programs treat alike, and by program (why it refuses them, a remark).
+    """Yield each format, kinds that all programs treat alike, and by program (why it refuses them, a remark).
 
-    A remark is the oldest version tried, or the only device that works; both are empty if it is untried.
+    A remark is the oldest version tested, or the only device that works; both are empty if it is untested.
     """
     for stored in formats().values():
         alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}

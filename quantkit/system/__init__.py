@@ -1,1 +1,1 @@
-"""The machine: memory, devices, files, the user's cache, other interpreters."""
+"""Memory, devices, files, processes, and untrusted input."""

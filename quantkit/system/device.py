@@ -1,4 +1,4 @@
-"""Which device torch computes on."""
+"""Find torch's devices and their memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAILURES = (RuntimeError, AssertionError, NotImplementedError)
 def find_device(asked: str = AUTO) -> str:
     """Return torch's name of a device: `asked`, or for "auto" torch's accelerator if it has one, else the CPU.
 
-    "auto" skips an accelerator without float64 (Apple's). Raises RecipeError for a device that is missing or does not
+    "auto" skips an accelerator without float64 (Apple's). Raises RecipeError for a device that is missing or cannot
     compute.
     """
     if asked == CPU or (asked == AUTO and not _may_have_accelerator()):
@@ -38,7 +38,7 @@ def find_device(asked: str = AUTO) -> str:
 
 
 def _may_have_accelerator() -> bool:
-    """Return whether to import torch and ask it. A CPU build has an accelerator only through a separate backend."""
+    """Return whether importing torch to look for an accelerator is worthwhile: a CPU build needs a separate backend."""
     return "torch" in sys.modules or not version("torch").endswith("+cpu") or bool(entry_points(group="torch.backends"))
 
 

@@ -1,4 +1,4 @@
-"""Files: digests, names, whole contents replaced at once; temporary folders; the user's cache folder."""
+"""Files: digests, names, atomic replacement; temporary folders; the user's cache folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TextIO
 
 from quantkit.errors import QuantkitError, cut
 
-LONGEST_NAME = 150  # bytes; most file systems take 255
+LONGEST_NAME = 150  # bytes; most file systems allow 255
 
 
 def sha256_of(path: Path) -> str:
@@ -26,7 +26,7 @@ def sha256_of(path: Path) -> str:
 
 
 def safe_name(text: str) -> str:
-    """Return `text` as a file name: letters, digits and ``._-``, all else one dash, which is never the first character.
+    """Return `text` as a file name: letters, digits and ``._-``, others become one dash, which is never first.
 
     Programs take a name that begins with a dash for an option. A long name is cut, with a hash at its end.
     """
@@ -37,13 +37,13 @@ def refuse_unwritable(folder: Path, error: type[QuantkitError]) -> None:
     """Raise `error` if no file can be made in `folder`."""
     reason = ""
     if not folder.is_dir():
-        reason = "it is no folder"
+        reason = "it is not a folder"
     elif os.statvfs(folder).f_flag & os.ST_RDONLY:
         reason = "its disk is read-only"
     elif not os.statvfs(folder).f_blocks:
-        reason = "the system keeps no files there"
+        reason = "the system stores no files there"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = "this user may not"
+        reason = "this user has no permission"
     if reason:
         raise error(f"nothing can be written in {folder}: {reason}. Choose another place.")
 
@@ -54,7 +54,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that syncs no folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
             raise
     finally:
         os.close(number)
@@ -68,7 +68,7 @@ def create(path: Path) -> TextIO:
 
 
 def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: None, shared: bool = False) -> None:
-    """Replace the content of `path` with `text` at once: readers see the old content or the new.
+    """Replace the content of `path` with `text` at once: readers see either the old or the new content.
 
     `before` is called when `PATH.new` is safe on disk. `shared`: other processes may write the same file.
     """
@@ -82,7 +82,7 @@ def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: N
     sync_folder(path.parent)
 
 
-# The name holds the machine and the process: processes of other machines on a shared disk are unknown here.
+# The name has machine and process, since processes of other machines on a shared disk cannot be checked.
 PREFIX = f"quantkit-{re.sub(r'[^A-Za-z0-9.]', '', platform.node())}-"
 NAME = re.compile(rf"{re.escape(PREFIX)}(\d{{1,7}})-[a-z0-9_]{{8}}")
 
@@ -111,7 +111,7 @@ def _remove_dead(place: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder of quantkit; the environment variable QUANTKIT_CACHE overrides it."""
+    """Return the user's cache folder of quantkit; the environment variable QUANTKIT_CACHE overrides it."""
     import platformdirs
 
     return Path(os.environ.get("QUANTKIT_CACHE") or platformdirs.user_cache_dir("quantkit"))

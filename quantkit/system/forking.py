@@ -1,4 +1,4 @@
-"""A server process that has imported torch and transformers, and forks for each work that needs them.
+"""A server process that has imported torch and transformers, and forks for each task that needs them.
 
 Importing takes 10 CPU seconds (transformers 5.12), a fork a few milliseconds; `make demo` needs them in twelve
 processes. The server has no threads that a fork would miss, and ends with the process that started it.
@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any
 
 IMPORTED = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "gguf")
-# Variables that libraries read when they are imported.
+# Variables that libraries read at import.
 LIBRARIES = ("ATEN_", "BNB_", "DNNL_", "HF_", "LD_", "MKL_", "ONEDNN_", "PYTHON", "TORCH", "TRANSFORMERS_")
 MOST = 1 << 20  # bytes of a message
 LOOK = 0.05  # seconds between two checks of a fork and of the owner
@@ -43,7 +43,7 @@ class Forked:
         if self._code is None:
             self._server.settimeout(timeout)
             try:
-                self._code = int(self._server.recv(MOST) or -signal.SIGKILL)  # it ends with its server
+                self._code = int(self._server.recv(MOST) or -signal.SIGKILL)  # it dies with its server
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0) from None
             finally:
@@ -78,7 +78,7 @@ class Server:
         atexit.register(self.close)
 
     def serves(self, variables: dict[str, str]) -> bool:
-        """Return whether it runs, belongs to this process, and has such variables."""
+        """Return whether it runs, belongs to this process, and has these variables."""
         return self.key == key_of(variables) and self._process.poll() is None
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> Forked | None:
@@ -90,7 +90,7 @@ class Server:
             pid = self._socket.recv(MOST)
         except OSError:
             return None
-        except BaseException:  # interrupted: the next request would get this answer
+        except BaseException:  # interrupted: the next request would read this answer
             self.close()
             raise
         self._forked = Forked(int(pid), self._socket) if pid else None
@@ -103,7 +103,7 @@ class Server:
             return
         try:
             self._process.wait(1)
-        except subprocess.TimeoutExpired:  # it imports
+        except subprocess.TimeoutExpired:  # it is still importing
             self._process.kill()
             self._process.wait()
 
@@ -155,14 +155,14 @@ def _do(request: dict[str, Any], events: int, log: int) -> None:
     os.environ.update(request["variables"])
     os.chdir(request["folder"])
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable already
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has already read its variable
     sys.argv = [request["module"], *request["arguments"], str(events)]
     import_module(request["module"]).main()
 
 
 def main() -> None:
     """Run the server: import, then fork for each message, until the connection ends."""
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what ends
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when it ends
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         with suppress(ImportError):
@@ -183,7 +183,7 @@ def main() -> None:
             os.close(descriptor)
         connection.send(str(pid).encode())
         while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
-            if select.select([connection], [], [], LOOK)[0]:  # silent while a fork runs, so the owner has ended
+            if select.select([connection], [], [], LOOK)[0]:  # no messages come while a fork runs: the owner has ended
                 os.kill(pid, signal.SIGKILL)
                 os._exit(1)
         connection.send(str(os.waitstatus_to_exitcode(ended[1])).encode())

@@ -1,4 +1,4 @@
-"""quantkit's own code, by its hash and as another Python interpreter gets it; what that one has installed."""
+"""Another Python interpreter: its installed modules, and quantkit's code lent to it; the hash of that code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.system import modules
 
 LOOK_LIMIT = 120.0  # seconds
 PACKAGE = Path(__file__).parents[1]  # quantkit's own folder
-NOT_OF_THE_WORK = "cli"  # the folder in it whose code decides no byte
+NOT_OF_THE_WORK = "cli"  # subfolder whose code does not affect artifacts
 
 
 def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
@@ -45,7 +45,7 @@ def lent_code(folder: Path) -> str:
 
 
 def code_digest(package: Path) -> str:
-    """sha256 over the code of the package in that folder, Python and C, that can decide bytes of an artifact."""
+    """Return the sha256 of the package's Python and C code that can affect an artifact's bytes."""
     digest = hashlib.sha256()
     for path in sorted(path for kind in ("*.py", "*.c") for path in package.rglob(kind)):
         if path.relative_to(package).parts[0] != NOT_OF_THE_WORK:

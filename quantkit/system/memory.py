@@ -1,4 +1,4 @@
-"""Memory: how much there is, peaks, and the return of freed memory to the system."""
+"""Free and peak memory, and the return of freed memory to the system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that some work takes of a device's memory at its peak: `process` always, `phases` one after the other."""
+    """Peak bytes of a device's memory for some work: `process` always, plus the largest of `phases`."""
 
     process: int
     phases: Mapping[str, int] = field(default_factory=dict)
@@ -32,16 +32,14 @@ class MemoryEstimate:
 
     @property
     def memory(self) -> int:
-        """Bytes at the peak."""
         return self.process + max(self.phases.values(), default=0)
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most."""
         return max(self.phases, key=lambda name: self.phases[name])
 
-    def beside(self, available: int) -> tuple[str, str]:
-        """For an error: what it would need, with the parts of it, and the bytes that are `available`."""
+    def compared_with(self, available: int) -> tuple[str, str]:
+        """Return the needed memory with its parts, and the `available` bytes, as texts for an error."""
         needed, limited = in_one_unit(self.memory, available)
         process, phase = (f"{part / 1e9:.2f} GB" for part in (self.process, self.phases[self.peak_phase]))
         what = f"{needed} of {memory_of(self.device)} ({process} for the process, {phase} for {self.peak_phase})"
@@ -57,7 +55,7 @@ def trim_heap() -> None:
 class MemoryTrimmer:
     """Returns freed memory during work, when the process has grown by `GROWTH` beyond what it needed so far.
 
-    Small pieces that stay, among large ones that come and go, leave the C library less and less room. Smaller amounts
+    Small allocations that stay between large freed ones fragment the heap. Smaller amounts
     stay with the process, since getting memory from the system again costs time.
     """
 
@@ -72,7 +70,7 @@ class MemoryTrimmer:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still take, by the machine, its control group and its own limit.
+    """Return the bytes that this process may still use, by the machine, its control group and its own limit.
 
     Ranks on one machine get equal parts.
     """
@@ -86,7 +84,7 @@ def available_memory() -> int:
     ):
         try:
             ceiling, taken = int((folder / limit).read_text()), int((folder / used).read_text())
-            # Cached files count as used there, but are freed on demand.
+            # Cached files count as used there but are freed on demand.
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such control group, or "max"
             continue

@@ -1,4 +1,4 @@
-"""Modules: quicker import of large ones; missing modules and the version of one, in any interpreter.
+"""Modules: faster import of large ones; missing modules and versions, in any interpreter.
 
 Another interpreter runs this file alone:
 
@@ -21,7 +21,7 @@ from importlib.util import find_spec
 def importing() -> Iterator[None]:
     """Pause the garbage collector while large modules are imported. Also a decorator.
 
-    They make hundreds of thousands of objects that stay; collecting among them takes a sixth of the time to import
+    They create hundreds of thousands of permanent objects; collection takes a sixth of the time to import
     torch and transformers.
     """
     was = gc.isenabled()
@@ -40,10 +40,10 @@ def missing_modules(modules: tuple[str, ...]) -> list[str]:
 
 @cache
 def version_of(module: str) -> str | None:
-    """Return the version of the installed package that has `module`, also if its name is different."""
+    """Return the version of the installed package that has `module`, even under another name."""
     with suppress(PackageNotFoundError):
         return version(module)
-    packages = packages_distributions().get(module)  # reads what every package installed
+    packages = packages_distributions().get(module)  # reads the file lists of all packages
     return version(packages[0]) if packages else None
 
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 
 def leave_torch_out() -> None:
-    """Import transformers without torch, unless either is loaded; saves 300 MB. We can import torch afterwards."""
+    """Import transformers without torch, unless either is loaded; saves 300 MB. torch can be imported afterwards."""
     if sys.modules.keys() & {"torch", "transformers"}:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # what Python takes for "cannot be imported"

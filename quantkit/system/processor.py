@@ -27,5 +27,5 @@ def processor_name() -> str:
 
 
 def threads(count: int) -> str:
-    """``1 thread``, ``2 threads``."""
+    """Return ``1 thread``, ``2 threads``."""
     return f"{count} thread{'s' if count != 1 else ''}"

@@ -13,7 +13,7 @@ from itertools import pairwise
 class Step:
     """One long step: `done` of `total` units, and a short remark such as a running value.
 
-    `work`: the step is the main work, so its pace predicts the whole. `within`: what it is a part of, such as a variant
+    `work`: the step is the main work, so its pace predicts the whole. `within`: the larger work, such as a variant
     of a comparison. In a step of unequal pieces, `expected` is the estimated duration of the current piece and `after`
     that of the pieces after it, in seconds; None while unknown.
     """
@@ -51,7 +51,7 @@ class Timed:
             self.done, self.piece_began = self.step.done, now
 
     def left(self, now: float, inner: Step | None = None) -> float | None:
-        """Estimate the seconds that are left; None while no unit is finished.
+        """Estimate the remaining seconds; None while no unit is finished.
 
         The estimate assumes that all units take equally long. Within a piece it uses the pace of `inner`, the innermost
         step, if that is the main work.
@@ -66,14 +66,14 @@ class Timed:
 
 
 class Pieces:
-    """Pieces of long work, each a (kind, cost): the finished pieces predict what is left.
+    """Pieces of long work, each a (kind, cost); finished pieces predict the remaining time.
 
-    A piece takes as long as finished pieces of its kind, per cost; if there is none, as all finished pieces.
+    A piece takes as long per cost as finished pieces of its kind, or as all finished pieces if there are none.
     """
 
     def __init__(self, pieces: Sequence[tuple[str, float]], clock: Callable[[], float] = time.monotonic) -> None:
         self._pieces, self._clock = pieces, clock
-        self._ends: list[float] = []  # the begin of the first piece, and the end of each finished one
+        self._ends: list[float] = []  # the start of the first piece, and the end of each finished one
 
     def next(self) -> tuple[float | None, float | None]:
         """Begin the next piece; return the seconds expected for it, and for all pieces after it."""
@@ -93,7 +93,7 @@ class Pieces:
 
 
 class Progress:
-    """Passes every change of a step to `listener`, and remarks to `speaker`; silent without them."""
+    """Passes changes of steps to `listener`, and remarks to `speaker`; silent without them."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Progress:
         return Progress(self._listener, self._speaker, name)
 
     def say(self, line: str) -> None:
-        """Tell the user something that is not part of the result, such as where the work continues."""
+        """Report something to the user that is not part of the result, such as where the work continues."""
         if self._speaker is not None:
             self._speaker(line)
 

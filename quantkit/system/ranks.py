@@ -1,8 +1,8 @@
-"""Several processes that share one model, as torchrun starts them: who they are, and what they say to each other.
+"""Several processes of torchrun that share one conversion: their ranks and their communication.
 
-torchrun tells each process its rank in the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT). Only a command that shares its work joins; then torch.distributed carries tensors, by gloo between
-processors and by NCCL between GPUs. Rank 0 leads: it alone writes and prints. A single process needs none of this.
+torchrun sets each process's rank in the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT). Only a command that shares its work joins; then torch.distributed sends tensors, with gloo between
+CPUs and NCCL between GPUs. Rank 0 is the leader: only it writes and prints. A single process needs none of this.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
-PATIENCE = timedelta(days=7)  # a lost rank is seen by its connection, never by time
+PATIENCE = timedelta(days=7)  # a lost rank is detected by its connection, not by time
 LEADER, OTHER = "quantkit-leader-error", "quantkit-other-error"
-WAIT = timedelta(seconds=4)  # for the leader's error, which is printed instead of the same one here
+WAIT = timedelta(seconds=4)  # to wait for the leader's error, which is printed instead of this rank's
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Shards:
     local_size: int = 1
 
     def rows(self, count: int, rank: int | None = None) -> tuple[int, int]:
-        """The part of `count` things that is this process's (or `rank`'s): the first, and the one behind the last."""
+        """Return this process's (or `rank`'s) range (start, stop) of `count` rows."""
         number = self.rank if rank is None else rank
         return number * count // self.size, (number + 1) * count // self.size
 
     def sequences(self, count: int, batch: int, rank: int | None = None) -> tuple[int, int]:
-        """As `rows`, of `count` sequences in whole batches of `batch`."""
+        """Return the range as in `rows`, of `count` sequences in whole batches of `batch`."""
         first, stop = self.rows(-(-count // batch), rank)
         return min(first * batch, count), min(stop * batch, count)
 
     def sum(self, *tensors: torch.Tensor) -> None:
-        """Add up each tensor over all processes, in place, to the same bits."""
+        """Sum each tensor over all processes, in place, with identical bits everywhere."""
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -61,7 +61,7 @@ class Shards:
                 dist.all_reduce(tensor)
 
     def joined_rows(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """All `count` rows of a tensor (count, ...) of which each process has made its `rows`, the `part` here."""
+        """Return all `count` rows of a tensor (count, ...); each process has its `rows` in `part`."""
         if self.size == 1:
             return part
         import torch
@@ -77,14 +77,14 @@ class Shards:
         return whole
 
     def by_rows(self, function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-        """`function` of all rows of `values`, which takes each by itself: each process computes its share."""
+        """Apply a row-wise `function` to all rows of `values`; each process computes its share."""
         if self.size == 1:
             return function(values)
         start, stop = self.rows(len(values))
         return self.joined_rows(function(values[start:stop]).contiguous(), len(values))
 
     def from_leader(self, value: T) -> T:
-        """The leader's value, which can be any that can be pickled."""
+        """Return the leader's value; any picklable value."""
         if self.size == 1:
             return value
         import torch
@@ -100,19 +100,19 @@ ALONE = Shards()
 
 
 class _Joined:
-    """What this process has joined: its place, and the store that outlives a rank."""
+    """The group that this process has joined, and the store that outlives a rank."""
 
     shards = ALONE
     store: Any = None
 
 
 def joined_shards() -> Shards:
-    """The processes that this one has joined; of a single process, itself."""
+    """Return the processes that this one has joined; a single process alone."""
     return _Joined.shards
 
 
-def told() -> Shards:
-    """The place that torchrun's environment gives, joined or not; raises RecipeError for one that cannot be."""
+def shards_of_environment() -> Shards:
+    """Return this process's place from torchrun's environment, joined or not; raises RecipeError if it is invalid."""
     if any(not os.environ.get(name) for name in NEEDED):
         return ALONE
     try:
@@ -122,20 +122,18 @@ def told() -> Shards:
         rank, size, local = -1, 0, (0, 0)
     if not (0 <= rank < size and 0 <= local[0] < local[1] <= size):
         values = ", ".join(f"{name}={os.environ.get(name)}" for name in (*NEEDED[:2], *LOCAL[:2]))
-        raise RecipeError(
-            f"the environment tells no place among several processes: {values}. Start them with torchrun."
-        )
+        raise RecipeError(f"invalid torchrun environment: {values}. Start the processes with torchrun.")
     return Shards(rank, size, *local)
 
 
 def refuse_ranks(reason: str) -> None:
-    """Raise RecipeError with the `reason` where torchrun has started several processes."""
-    if (count := told().size) > 1:
+    """Raise RecipeError with the `reason` if torchrun has started several processes."""
+    if (count := shards_of_environment().size) > 1:
         raise RecipeError(f"{count} processes cannot share this: {reason}. Start one, without torchrun.")
 
 
 def device_of(device: str, here: Shards) -> str:
-    """torch's name of what a rank computes on where the user gave this device: each rank has a GPU of its own."""
+    """Return torch's name of a rank's device for the user's `device`: each rank has its own GPU."""
     return f"cuda:{here.local_rank}" if here.size > 1 and _on_gpus(device) else device
 
 
@@ -145,11 +143,11 @@ def _on_gpus(device: str) -> bool:
 
 @contextmanager
 def joined(device: str = "cpu") -> Iterator[Shards]:
-    """Be one of the ranks that torchrun has started, until the context ends; a single process stays alone.
+    """Join the ranks that torchrun has started, until the context ends; a single process stays alone.
 
-    `device` is where tensors lie that are summed. Raises RankError where the others do not come.
+    `device` holds the tensors to sum. Raises RankError if other ranks do not join.
     """
-    there = told()
+    there = shards_of_environment()
     if there.size == 1:
         yield there
         return
@@ -169,26 +167,26 @@ def joined(device: str = "cpu") -> Iterator[Shards]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
     _Joined.shards, _Joined.store = there, store
     yield there
-    # After an error the process ends, and with it the group: until then others have to know it.
+    # An error ends the process and the group; until then, other ranks must be able to reach it.
     there.sum(torch.zeros(1))
     dist.destroy_process_group()
     _Joined.shards, _Joined.store = ALONE, None
 
 
-def tells(error: BaseException) -> bool:
-    """Whether this process prints an error that ends it.
+def prints_error(error: BaseException) -> bool:
+    """Return whether this process prints the error that ends it.
 
-    The leader does, but for the loss of a rank that has printed why itself. Another does where the leader has none.
+    The leader does, unless a lost rank has already printed the reason. Another rank does if the leader has no error.
     """
     here, store = _Joined.shards, _Joined.store
     if store is None:
-        return os.environ.get("RANK", "0") == "0" or told().size == 1
+        return os.environ.get("RANK", "0") == "0" or shards_of_environment().size == 1
     lost = isinstance(error, RankError)
     try:
         if here.rank == 0:
             if lost:
                 return not store.check([OTHER])
-            store.set(LEADER, "told")
+            store.set(LEADER, "printed")
             return True
         if lost:
             return False
@@ -196,16 +194,16 @@ def tells(error: BaseException) -> bool:
     except RuntimeError as gone:
         from torch.distributed import DistNetworkError
 
-        if here.rank and isinstance(gone, DistNetworkError):  # the leader has ended, and the store with it
+        if here.rank and isinstance(gone, DistNetworkError):  # the leader and its store have ended
             return False
         with suppress(RuntimeError):
-            store.set(OTHER, "told")
+            store.set(OTHER, "printed")
         return True
     return False
 
 
 def without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a process that is no rank itself."""
+    """Return environment variables for a process that is not a rank."""
     ours = (*NEEDED, *LOCAL)
     return {
         name: value for name, value in variables.items() if name not in ours and not name.startswith("TORCHELASTIC")
@@ -214,11 +212,11 @@ def without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """Raise RankError where the others cannot be reached."""
+    """Raise RankError if other ranks cannot be reached."""
     try:
         yield
     except RuntimeError as error:
         raise RankError(
-            "another of the processes that share this work has ended, or did not come. The same command goes on from "
-            "what is finished."
+            "another of the processes that share this work has ended, or never started. Run the same command to "
+            "continue."
         ) from error

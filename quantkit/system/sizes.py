@@ -15,10 +15,10 @@ def parse_size(size: str | int, option: str) -> int:
     """Parse a size such as ``90MB``, ``1.2 GiB`` or 90000000; raises RecipeError with the option's name."""
     parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*", str(size))
     if parts is None or parts[2].upper() not in UNITS:
-        raise RecipeError(f"{option} = {shown(size)} is no size. Give one such as 90MB, 1.2GB or 800MiB.")
+        raise RecipeError(f"{option} = {shown(size)} is not a size. Give one such as 90MB, 1.2GB or 800MiB.")
     number = float(parts[1]) * UNITS[parts[2].upper()]
     if number > LARGEST:
-        raise RecipeError(f"{option} = {shown(size)} is more than any disk holds. Give one such as 90MB or 1.2GB.")
+        raise RecipeError(f"{option} = {shown(size)} is larger than any disk. Give one such as 90MB or 1.2GB.")
     return int(number)
 
 
@@ -28,7 +28,7 @@ def megabytes(value: float) -> str:
 
 
 def bits_per_weight(nbytes: int, weights: int) -> float:
-    """Return the bits of whole weight files for each of a model's weights."""
+    """Return the bits of whole weight files per weight of the model."""
     return 8 * nbytes / max(1, weights)
 
 

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from threading import Event, Lock
 from typing import Any, TypeVar
 
-LOOK = 1.0  # seconds between two looks at who may have ended
+LOOK = 1.0  # seconds between two checks for ended threads
 Result = TypeVar("Result")
 
 
 def in_background(action: Callable[..., object], *arguments: Any) -> None:
-    """Call `action` in a thread that nobody waits for; the process may end before it.
+    """Call `action` in a daemon thread; the process may end before it.
 
-    Raises RuntimeError if no thread can be made; a thread that gets no memory to start does nothing.
+    Raises RuntimeError if no thread can be created; a thread without memory to start does nothing.
     """
     _thread.start_new_thread(action, arguments)
 
@@ -44,7 +44,7 @@ def call_every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        with running:  # its last call is over
+        with running:  # wait for its last call
             pass
 
 
@@ -57,7 +57,7 @@ def result_of(future: Future[Result], prefix: str) -> Result:
 
 
 def end_with_parent() -> None:
-    """End this process soon after its parent: a killed parent cannot end its child."""
+    """End this process soon after its parent: a killed parent cannot end it."""
     in_background(_end_without, os.getppid())
 
 

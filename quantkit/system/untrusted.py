@@ -1,9 +1,9 @@
-"""The one boundary at which third-party parsers meet a user's files.
+"""Read untrusted files: limits, and one error type for all failures of third-party parsers.
 
-For a damaged file they raise anything: RecursionError, OverflowError, KeyError, even exceptions that are no Exception
-(a panic of a Rust library). `reraise_as` turns each into one QuantkitError with the file, the reason and the fix.
-The values of a file are checked against limits before anything is built of them.
-Regular expressions of a file are matched in a child process with a time limit: twenty characters can keep Python's `re`
+For a damaged file, parsers raise anything: RecursionError, OverflowError, KeyError, even BaseExceptions
+(a panic in a Rust library). `reraise_as` turns each into one QuantkitError with the file, the reason and the fix.
+Values in a file are checked against limits before they are used.
+Regular expressions in files are matched in a child process with a time limit: twenty characters can keep Python's `re`
 busy for years, and no thread can stop it. The timeout of the package `regex` is not reliable: one of 2 s took 19 s, and
 compiling nested repetitions fills the memory.
 """
@@ -26,7 +26,7 @@ from quantkit.errors import QuantkitError, ResourceError, one_line, reason_of, s
 
 Raised = type[QuantkitError]
 
-MOST_JSON = 1 << 28  # bytes; the largest tokenizer.json that is published has some 35 MB
+MOST_JSON = 1 << 28  # bytes; the largest published tokenizer.json has some 35 MB
 MOST_YAML = 1 << 20  # bytes of a recipe or of a model card's head
 MOST_NODES = 100_000  # values of a YAML text with its aliases expanded: bytes must not become gigabytes
 LARGEST_NAME = 4096  # characters of a path
@@ -38,7 +38,7 @@ LONGEST_VALUE = 120  # characters of a value that a message repeats
 def reraise_as(what: str, error: Raised, fix: str = "") -> Iterator[None]:
     """Raise `error`, ``WHAT: reason. FIX``, for any exception inside.
 
-    Our own errors and interruptions pass; running out of memory becomes a ResourceError.
+    QuantkitErrors and interruptions pass through; running out of memory becomes a ResourceError.
     """
     try:
         yield
@@ -54,13 +54,13 @@ def reraise_as(what: str, error: Raised, fix: str = "") -> Iterator[None]:
 def silenced() -> Iterator[None]:
     """Silence standard error: a panic of a Rust library prints itself before it becomes an exception."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    original, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original, 2)
+        os.close(original)
         os.close(nowhere)
 
 
@@ -69,7 +69,7 @@ def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON)
     with reraise_as(f"{path} cannot be read", error, fix):
         size = path.stat().st_size
         if size > most:
-            raise error(f"{path} has {size:,} bytes, and no such file has more than {most:,}. {fix}".rstrip())
+            raise error(f"{path} has {size:,} bytes, but such files have at most {most:,}. {fix}".rstrip())
         data = path.read_bytes()
     try:
         return data.decode("utf-8")
@@ -90,10 +90,10 @@ def read_json(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -
 
 
 def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> dict[str, Any]:
-    """Parse a JSON file that holds an object, nested no deeper than a configuration; raises `error`."""
+    """Parse a JSON file with an object, nested no deeper than a configuration; raises `error`."""
     values = read_json(path, error, fix, most)
     if not isinstance(values, dict):
-        raise error(f"{path} holds no object of keys and values. {fix}".rstrip())
+        raise error(f"{path} is not a JSON object. {fix}".rstrip())
     if depth_exceeds(values, DEEPEST):
         raise error(f"{path} is nested deeper than {DEEPEST} levels. {fix}".rstrip())
     return values
@@ -125,19 +125,19 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
 
 
 def _without_halves(value: Any, text: str) -> Any:
-    """Return `value`; raise ValueError if `text` escapes half of a character, which UTF-8 cannot hold."""
+    """Return `value`; raise ValueError if `text` escapes half of a character, which UTF-8 cannot encode."""
     if re.search(r"\\(?:u|U0000)[dD][89a-fA-F]", text):
         try:
             json.dumps(value, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError:
-            raise ValueError("a text holds half of a character, which is no UTF-8") from None
+            raise ValueError("a string has half of a surrogate pair, which is not UTF-8") from None
     return value
 
 
 def _count_nodes(node: Any, known: dict[int, float]) -> float:
     """Count the values that a YAML node expands to; infinite if it contains itself."""
     if id(node) not in known:
-        known[id(node)] = math.inf  # until all inside is counted
+        known[id(node)] = math.inf  # until its content is counted
         inner = node.value if isinstance(node.value, list) else ()
         parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
         known[id(node)] = 1 + sum(_count_nodes(part, known) for part in parts)
@@ -161,7 +161,7 @@ def inside(folder: Path, path: Path) -> bool:
     """Return whether `path`, with links followed, is in `folder`, or in the store that a hub cache links into."""
     try:
         real, root = path.resolve(), folder.resolve()
-    except (RuntimeError, OSError):  # links in a circle
+    except (RuntimeError, OSError):  # circular links
         return False
     stores = [root]
     if root.parent.name == "snapshots":
@@ -183,18 +183,18 @@ def shown(value: object) -> str:
     """Return a user's value for a message: short, on one line."""
     try:
         return one_line(_SHORT.repr(value), LONGEST_VALUE)
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python cannot print a number of more than 4,300 digits
         return f"a {type(value).__name__} of too many digits"
 
 
-_SHORT = reprlib.Repr()  # so that a value with aliases does not become gigabytes first
+_SHORT = reprlib.Repr()  # limits the text before a value with aliases becomes gigabytes
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 4 * LONGEST_VALUE, 4 * LONGEST_VALUE
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
 
 
-SECONDS = 20  # for all names and expressions; thousands of both take less than one
+SECONDS = 20  # for all names and expressions; thousands of them take less than one second
 MOST_PATTERNS, LONGEST_PATTERN = 20_000, 4096
-# Harmless: only the beginning of a path can repeat, once.
+# Harmless expressions: only the beginning of a path can repeat, once.
 PLAIN = re.compile(r"(?:\(\.\*\\\.\)\?\([\w.]*\)|[\w.]*)")
 MATCH = """
 import json, re, sys
@@ -210,7 +210,7 @@ json.dump([found(pattern) for pattern in ask["patterns"]], sys.stdout)
 
 
 def full_matches(patterns: list[str], names: list[str], what: str, error: type[QuantkitError]) -> list[frozenset[str]]:
-    """Return for each pattern the names that it matches from end to end; raises `error`, which begins with `what`."""
+    """Return for each pattern the names that it matches completely; raises `error`, which begins with `what`."""
     if len(patterns) > MOST_PATTERNS or any(len(pattern) > LONGEST_PATTERN for pattern in patterns):
         raise error(f"{what}: more than {MOST_PATTERNS} expressions, or one of more than {LONGEST_PATTERN} characters")
     rest = [pattern for pattern in patterns if not PLAIN.fullmatch(pattern)]
@@ -229,9 +229,9 @@ def _in_child(patterns: list[str], names: list[str], what: str, error: type[Quan
     except subprocess.TimeoutExpired:
         raise error(f"{what}: matching takes more than {SECONDS} seconds ({shown(patterns[0])})") from None
     if child.returncode != 0:
-        raise error(f"{what}: it cannot be matched ({shown(patterns[0])})")
+        raise error(f"{what}: matching failed ({shown(patterns[0])})")
     answers = json.loads(child.stdout)
     for pattern, answer in zip(patterns, answers, strict=True):
         if isinstance(answer, str):
-            raise error(f"{what}: {shown(pattern)} is no regular expression ({answer})")
+            raise error(f"{what}: {shown(pattern)} is not a regular expression ({answer})")
     return [frozenset(answer) for answer in answers]

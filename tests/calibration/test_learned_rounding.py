@@ -92,7 +92,9 @@ def test_too_few_sequences_are_refused_before_work(tiny_llama):
     job = job_for(tiny_llama, "gptq", refine=True).job
     few = job.recipe.calibration.model_copy(update={"sequences": 15})
     job = replace(job, recipe=job.recipe.model_copy(update={"calibration": few}))
-    with pytest.raises(RecipeError, match=r"holds out one calibration sequence in 8 and needs 16 or more; 15 were"):
+    with pytest.raises(
+        RecipeError, match=r"holds out one calibration sequence in 8 and needs 16 or more; only 15 were"
+    ):
         GPTQ.check(job)
 
 

@@ -45,12 +45,12 @@ def test_equal_texts_are_told_with_the_share_that_was_seen(tokenizer):
     pieces = len(ids_of(tokenizer, text)) // 512
     (note,) = notes(tokenizer, drawn(tokenizer, SAMPLE, sequences=pieces), text)
     # all but those that begin with the token which gave way to BOS
-    assert note.startswith(f"calibrated on the text that judges it, sha256 {text.sha256[:12]}: about 99% of the judged")
+    assert note.startswith(f"calibrated on the evaluation text, sha256 {text.sha256[:12]}: about 99% of the evaluated")
     (half,) = notes(tokenizer, drawn(tokenizer, SAMPLE, sequences=pieces // 2), text)
     assert 40 <= int(half.split("about ")[1].split("%")[0]) <= 60
     former = drawn(tokenizer, SAMPLE).model_copy(update={"passages": ""})
     (note,) = notes(tokenizer, former, text)
-    assert note.endswith(f"sha256 {text.sha256[:12]}: figures on text that a method has seen flatter it")
+    assert note.endswith(f"sha256 {text.sha256[:12]}: figures on text that a method has seen look too good")
     assert notes(tokenizer, former, Text("a part", text.content[:20_000])) == ()
     assert notes(tokenizer, None, text) == ()
 
@@ -61,7 +61,7 @@ def test_passages_of_another_file_are_told(tokenizer, tmp_path):
     mine.write_text("Of my own. " * 3000 + sample[20_000:24_000].upper())
     entry = drawn(tokenizer, mine, sequences=len(ids_of(tokenizer, load_text(str(mine), "calibration"))) // 512)
     (note,) = notes(tokenizer, entry, Text("other", sample[18_000:26_000]))
-    assert note.startswith("judged on text that it was calibrated on: about ")
+    assert note.startswith("evaluated on text that it was calibrated on: about ")
     assert 35 <= int(note.split("about ")[1].split("%")[0]) <= 55
     assert notes(tokenizer, entry, Text("other", sample[30_000:50_000])) == ()
 
@@ -72,7 +72,7 @@ def test_other_parts_of_the_same_text_are_told_as_such(tokenizer):
     far = max(range(100), key=lambda seed: np.random.default_rng(seed).permutation(len(ids) // 512)[0])
     entry = draw_tokens(tokenizer, CalibrationSpec(text=str(SAMPLE), sequences=1, length=512), seed=far).entry
     (note,) = notes(tokenizer, entry, text, limit=2)
-    assert note == f"calibrated on the text that judges it, sha256 {text.sha256[:12]}, though on other parts of it"
+    assert note == f"calibrated on the evaluation text, sha256 {text.sha256[:12]}, but on other parts of it"
 
 
 def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokenizer):
@@ -80,7 +80,7 @@ def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokeni
     judged = load_text("chat", "evaluation")
     assert notes(tokenizer, entry, judged) == ()
     (note,) = notes(tokenizer, entry, bundled_text("chat", "calibration"))
-    assert "calibrated on the text that judges it" in note
+    assert "calibrated on the evaluation text" in note
     plain = Text("as one text", "".join(tokenizer.decode(ids_of(tokenizer, judged))))
     assert len(notes(tokenizer, entry, plain)) == 1  # nothing tells the head from what is said
 
@@ -90,11 +90,11 @@ def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(ti
     convert(str(tiny_with(num_hidden_layers=1)), "gptq", "4", tmp_path / "out", calibration=spec)
     flags = ("--n-ctx", 128, "--limit", 4, "--threads", 1, "--no-divergence")
     ended = succeeds("eval-ppl", tmp_path / "out", "--text", SAMPLE, *flags)
-    assert ended.out.count("note: calibrated on the text that judges it") == 1
+    assert ended.out.count("note: calibrated on the evaluation text") == 1
 
 
 def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(tokenizer, tiny, tmp_path):
     for words in (("convert", tiny, "--method", "gptq", "--calibration-text"), ("eval-ppl", tiny, "--text")):
         assert fails(*words, "chat", says="has no chat template").out == ""
-    with pytest.raises(TextError, match=r"the protocol papers changes the lines.*llama.cpp"):
+    with pytest.raises(TextError, match=r"the protocol papers would change .*llama.cpp"):
         cut(bundled_text("chat", "evaluation"), tokenizer, "papers", 64)

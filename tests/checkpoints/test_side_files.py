@@ -88,5 +88,5 @@ def test_a_tokenizer_of_a_sentencepiece_model_alone(tiny, tmp_path):
     assert ids == SentencePieceProcessor(model_file=str(path)).encode(text[:500])
     for damaged in (b"version https://git-lfs.github.com/spec/v1", file.getvalue()[:999]):
         path.write_bytes(damaged)
-        with pytest.raises(SourceError, match=r"SentencePiece model, it is damaged: fetch it again"):
+        with pytest.raises(SourceError, match=r"tokenizer.model may be damaged: fetch it again"):
             convert(str(folder), "rtn", out=tmp_path / "none")

@@ -99,7 +99,7 @@ def test_eval_by_the_papers_protocol(gguf):
     report = Report.model_validate(read("report.json"))
     assert [m.name for m in report.measurements] == ["weight_bytes", "bits_per_weight", "perplexity"]
     assert (report.windows.protocol, report.windows.scored) == ("papers", 2 * 63)
-    for part in ("gguf-Q8_0", "file size", "every target counted (126 targets)", "llamacpp"):
+    for part in ("gguf-Q8_0", "file size", "every token scored (126 tokens)", "llamacpp"):
         assert part in text
 
 

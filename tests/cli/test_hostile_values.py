@@ -62,7 +62,7 @@ def test_a_home_that_is_not_there_and_numbers_beyond_all_measure_are_told(tiny):
         ("bench", "--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--duration", "1e308"),
     ):
         told(*words)
-    for size, says in ((NINES, "more than any disk"), ("9" * 100_000 + "x", "no size")):
+    for size, says in ((NINES, "larger than any disk"), ("9" * 100_000 + "x", "not a size")):
         with pytest.raises(RecipeError, match=says):
             parse_size(size, "target_size")
     words = (*convert, "gptq")
@@ -72,8 +72,8 @@ def test_a_home_that_is_not_there_and_numbers_beyond_all_measure_are_told(tiny):
 
 @pytest.mark.parametrize(("text", "says"), [
     (b"model: m\nmethod: rtn\noptions: " + b"{a: " * 3000, "is not valid YAML"),
-    (b'model: "a\\0b"\nmethod: rtn', "model = 'a\\x00b' cannot be used: a text holds the character NUL"),
-    (b'model: "\\uD800"\nmethod: rtn', "a text holds half of a character"),
+    (b'model: "a\\0b"\nmethod: rtn', "model = 'a\\x00b' cannot be used: a string contains the character NUL"),
+    (b'model: "\\uD800"\nmethod: rtn', "a string has half of a surrogate pair"),
     (b"model: " + b"m" * 5000 + b"\nmethod: rtn", "is longer than 4,096"),
     (b"model: m\nmethod: rtn\noptions: {a: " + b"9" * 400 + b"}", "more than 64 bits"),
     (b"model: m\nvariants: [" + b"{method: rtn}," * 1500 + b"]", "variants = "),
@@ -107,7 +107,7 @@ def test_a_text_that_no_file_can_hold_is_refused_in_every_call(text, tiny):
 
 def test_a_recipe_that_is_a_pipe_is_not_waited_for_and_files_that_cannot_be_read_or_written_are_named(tiny):
     os.mkfifo("pipe.yaml")
-    told("run", "pipe.yaml", says="the recipe pipe.yaml is no file")
+    told("run", "pipe.yaml", says="the recipe pipe.yaml is not a file")
     memory = Path("/proc/self/mem")
     if not memory.exists():
         pytest.skip("this system has no file whose first byte cannot be read")

@@ -105,12 +105,12 @@ def test_an_existing_file_is_overwritten_only_if_its_suffix_is_the_results(tmp_p
         empty.touch()  # as mktemp makes it
         assert quantkit(*words, fine).code == quantkit(*words, empty).code == 0
         assert fine.read_bytes() == empty.read_bytes()
-        fails(*words, other, says=f"{other} exists, and only *{suffix} files are overwritten.")
+        fails(*words, other, says=f"{other} exists; only {suffix} files are overwritten.")
         assert other.read_text() == "mine"
     os.mkfifo(tmp_path / "pipe")
     check = writable(".json")
     for name in ("quantkit.json", "config.json", "tokenizer.json", "model.safetensors.index.json"):
         (tmp_path / name).write_text("{}")
-        with pytest.raises(OutputError, match=f"{name} exists, and seems to belong to a model"):
+        with pytest.raises(OutputError, match=f"{name} exists and seems to belong to a model"):
             check(tmp_path / name)
     assert (check(tmp_path / "pipe"), check(None)) == (tmp_path / "pipe", None)

@@ -110,7 +110,7 @@ def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(tiny, a
     spec, text = EvaluationSpec(**EVALUATION), load_text(EVALUATION["text"], "evaluation")
     for adapters, given in (((), "none"), ((copy,), "style"), ((adapter, adapter), "style, style")):
         model, source = open_with_source(ModelRef(model=folder, adapters=adapters), tiny)
-        with pytest.raises(ArtifactError, match=rf"other adapters than those that are given \({given}; the manifest"):
+        with pytest.raises(ArtifactError, match=rf"other adapters than the given ones \({given}; the manifest"):
             prepare(model, spec, text, choose(model, EngineSpec()), source)
     model, source = open_with_source(ModelRef(model=folder, adapters=[adapter]), tiny)
     assert prepare(model, spec, text, choose(model, EngineSpec()), source).source is source
@@ -131,7 +131,7 @@ def test_recipes_and_commands_name_adapters_and_engines_that_read_files_are_refu
     assert (here / "tiny-style-rtn-4").is_dir(), ended.err
     assert f"--source {tiny} --adapter {adapter}" in ended.out.replace("\n", " ")
     model = open_model(ModelRef(model=tiny, adapters=[adapter]))
-    with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
+    with pytest.raises(QuantkitError, match=r"whose files are of another model.*--method float.*--engine reference"):
         choose(model, EngineSpec(engine="vllm"))
     assert choose(model, EngineSpec()).name == "transformers"
     assert model.ref.adapters == (str(adapter),)

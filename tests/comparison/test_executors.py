@@ -127,7 +127,7 @@ def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(recipe, whole, tmp
                 outcome = run_sweep(given, OnRay(cluster.address, 1))
             assert outcome.failed == {}
             assert figures(tmp_path / out) == whole
-        assert any(": lost" in line and "started again" in line for line in words), words
+        assert any(": lost" in line and "restarting it" in line for line in words), words
         assert "(raylet)" not in capsys.readouterr().out
 
 
@@ -139,7 +139,7 @@ def test_what_no_node_has_memory_for_is_told_and_not_waited_for(recipe, tmp_path
         assert executor.most_memory == 4 * GB
         assert executor.refuse(task_in(tmp_path, "fits", memory=4 * GB)) is None
         large = task_in(tmp_path, "large", memory=4 * GB + 10**7)
-        assert "the largest node gives tasks 4.00 GB" in str(executor.refuse(large))
+        assert "the largest node has 4.00 GB" in str(executor.refuse(large))
         executor.submit(task_in(tmp_path, "first", memory=3 * GB), ["python", "-c", "pass"])
         assert executor.finished() == ("first", 0)
         # Both want more than half of the only node that is large enough; that node is lost while the second waits.

@@ -228,8 +228,8 @@ def test_a_task_whose_process_is_gone_is_told(done, tmp_path):
 
     assert status(state="waiting") == "one.rtn-4: waiting"
     assert "running for" in status(state="running", pid=os.getpid())
-    assert "ended without a word" in status(pid=1 << 22)
-    assert "ended without a word" in status(pid=os.getpid(), began=1.0)  # a later process with the same number
+    assert "ended without a result" in status(pid=1 << 22)
+    assert "ended without a result" in status(pid=os.getpid(), began=1.0)  # a later process with the same number
     # One of another host runs as long as it gives signs of life.
     assert "running for" in status(host="elsewhere", pid=1 << 22)
     os.utime(task.folder / "task.json", (0, 0))
@@ -283,6 +283,6 @@ def test_a_task_whose_machine_is_lost_is_started_again_once(models, tmp_path):
         recipe = recipe_of(models[:1], (), tmp_path / str(times))
         outcome = sweeps.run_sweep(recipe, executor, Progress(speaker=said.append))
         assert executor.begun == ["one.source"] * 2
-        assert said[1] == "one.source: lost on node-7; it is started again"
+        assert said[1] == "one.source: lost on node-7; restarting it"
         assert said[-1] == ("one.source: failed: lost on node-7" if code else "one.source: done")
         assert list(outcome.failed) == (["one.source"] if code else [])

@@ -21,7 +21,7 @@ ADVICE = [
     ((*GGUF, "Q2_K_S"), "Add --imatrix,", (*GGUF, "Q2_K_S", "--imatrix")),
     ((*GGUF, "Q8_0", "--imatrix"), "Leave it out, or choose Q2_K", (*GGUF, "Q2_K", "--imatrix")),
     ((*GGUF, "Q8_0", "--imatrix"), "Leave it out", (*GGUF, "Q8_0")),
-    ((*GGUF, "Q4_K_M", "--token-embedding-type", "IQ2_XXS"), "give it another type", (*GGUF, "Q4_K_M")),
+    ((*GGUF, "Q4_K_M", "--token-embedding-type", "IQ2_XXS"), "set another type", (*GGUF, "Q4_K_M")),
     (("--method", "rtn", "--format", "gguf", "--no-sym"), "(--sym)", ("--method", "rtn", "--format", "gguf", "--sym")),
     (("--method", "gptq", *SILENT, 1 << 20), "or fewer sequences", ("--method", "gptq", *SILENT, 8)),
     (
@@ -29,7 +29,7 @@ ADVICE = [
         "or shorter sequences",
         ("--method", "gptq", *SILENT, 8),
     ),
-    (("--method", "rtn", "--revision", "main"), "Leave the revision out.", ("--method", "rtn")),
+    (("--method", "rtn", "--revision", "main"), "Leave --revision out.", ("--method", "rtn")),
 ]
 
 
@@ -58,7 +58,7 @@ def test_files_that_are_mended_as_a_refusal_advises(tiny, tmp_path):
     fails(*convert, tmp_path / "out", says='Add "metadata": {}.')
     where = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps(where | {"metadata": {}}))
-    fails(*convert, tmp_path / "out", says="Take the tensor out of one of them.")
+    fails(*convert, tmp_path / "out", says="Remove one of the two.")
     save_file({name: weights[name] for name in weights if name != "model.norm.weight"}, folder / "b.safetensors")
     succeeds(*convert, tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(folder).model.norm.weight.equal(weights["model.norm.weight"])

@@ -86,7 +86,7 @@ def test_settings_inside_others_and_products_are_bounded_too(tiny):
         (refuse_config, config | {"rope_parameters": {"rope_theta": float("inf")}}, r"rope_parameters\.rope_theta is"),
         (refuse_config, {"model_type": "mixtral", **experts}, "4000 layers of 4000 experts"),
         (open_config, {"model_type": "llama", **many}, "num_hidden_layers"),  # as a manifest holds them
-        (open_skeleton, {"model_type": "gpt_neo", **positions}, r"262,144 tokens takes 6\d\.\d GB of tables of pos"),
+        (open_skeleton, {"model_type": "gpt_neo", **positions}, r"262,144 tokens needs 6\d\.\d GB of position tables"),
     ]
     for function, given, says in cases:
         with pytest.raises(UnsupportedError, match=says):
@@ -190,13 +190,13 @@ def header(entries):
 CODE = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
 DAMAGE = [
     (config(intermediate_size=128), ("(256, 128)", "(128, 128)", "config.json that belongs")),
-    (config(quantization_config={"quant_method": "mxfp4"}), ("quantized (mxfp4), and no tensor is", "Take quant")),
+    (config(quantization_config={"quant_method": "mxfp4"}), ("quantized (mxfp4), but no tensor is", "Remove quant")),
     (config(quantization_config={"quant_method": "hqq"}), ("already quantized ('hqq'", "Give the unquantized model")),
-    (config(model_type="zamboni", auto_map=CODE), ("brings its own code", "does not run")),
-    (removed("config.json"), ("model has no config.json", "Give the folder that holds it")),
-    (removed("model.safetensors"), ("holds no model.safetensors",)),
+    (config(model_type="zamboni", auto_map=CODE), ("needs its own code", "does not run")),
+    (removed("config.json"), ("model has no config.json", "Give the folder that has it")),
+    (removed("model.safetensors"), ("has no model.safetensors",)),
     (removed("tokenizer.json"), ("has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)",)),
-    (lambda folder: os.mkfifo(folder / "LICENSE"), ("LICENSE is no file",)),
+    (lambda folder: os.mkfifo(folder / "LICENSE"), ("LICENSE is not a file",)),
     (written("adapter_config.json", b"{}"), ("adapter_config.json", "--adapter")),
     (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), ("can run code",)),
     (linked("LICENSE", "/etc/hostname"), ("LICENSE is a link out of its folder",)),
@@ -237,7 +237,7 @@ def test_tensor_in_two_shards(folder):
     (folder / "model.safetensors").rename(folder / "first.safetensors")
     names = read_header(folder / "more.safetensors")
     indexed(dict.fromkeys(names, "first.safetensors") | {"b": "more.safetensors"})(folder)
-    refused(folder, "model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors", "takes the last")
+    refused(folder, "model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors", "uses the last")
 
 
 @pytest.mark.parametrize("unlisted", [{}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, {"b": None}])
@@ -267,18 +267,18 @@ def test_two_models_in_one_folder(folder):
     for file in set(places.values()):
         save_file({name: weights[name] for name in weights if places[name] == file}, folder / file)
     indexed(places)(folder)
-    refused(folder, "holds model.safetensors and an index of other files (a.safetensors, b.safetensors")
+    refused(folder, "has model.safetensors and an index of other files (a.safetensors, b.safetensors")
     (folder / "model.safetensors").unlink()
     open_checkpoint(folder, "model")
     moved = next(iter(weights))
     indexed(places | {moved: "b.safetensors"})(folder)
-    refused(folder, f"a.safetensors holds the tensor {moved}, and the index says otherwise")
+    refused(folder, f"a.safetensors holds the tensor {moved}, but the index says otherwise")
 
 
 @pytest.mark.parametrize(("method", "value"), [("rtn", float("nan")), ("gguf", float("inf"))])
 def test_weights_that_are_not_finite(method, value, tiny):
     folder = changed_copy(tiny, Path("model"), lambda tensors: tensors[UP].view(-1)[5:7].fill_(value))
-    says = (f"the tensor {UP} in model.safetensors holds 2 NaN or infinite values", "fetch it again")
+    says = (f"the tensor {UP} in model.safetensors has 2 NaN or infinite values", "fetch it again")
     refused(folder, *says, method=method)
 
 

@@ -50,7 +50,7 @@ JUDGED = ("{tiny}", "--text", "{sample}")
         ((*TO_OUT, "rtn", "--group-size", -64), ("group_size -64", "128, 64, 32", "-1 (the whole row)", "vLLM")),
         (("convert", "/nowhere", "--method", "rtn"), ("the folder /nowhere does not exist", "hub id, or 'demo'")),
         (("verify", "nowhere"), ("the artifact nowhere does not exist", "quantkit convert MODEL --out nowhere")),
-        (("inspect", "{tiny}"), ("holds no quantkit.json",)),
+        (("inspect", "{tiny}"), ("has no quantkit.json",)),
         (("eval", *JUDGED, "--probes", "size,perplexty"), ("unknown probe 'perplexty'", "Did you mean 'perplexity'?")),
         (("eval", *JUDGED, "--engine", "llama"), ("unknown engine", "Did you mean 'llamacpp'?")),
         (("eval-ppl", *JUDGED, "--protocol", "paper"), ("unknown protocol 'paper'", "Did you mean 'papers'?")),
@@ -98,7 +98,7 @@ def test_shapes_that_get_other_types_are_told(tiny):
     ended = quantkit("convert", tiny, "--method", "gguf", "--bits", "Q4_K_M", "--out", "out")
     assert (ended.code, ended.err) == (0, "")
     manifest = json.loads(Path("out/quantkit.json").read_text())
-    note = "19 of 29 tensors have rows that are no multiple of 256: 17 Q4_K -> Q5_0, 2 Q6_K -> Q8_0"
+    note = "wider types for 19 of 29 tensors, whose rows are not a multiple of 256: 17 Q4_K -> Q5_0, 2 Q6_K -> Q8_0"
     assert manifest["notes"] == [note]
     assert f"note: {note}" in ended.out
     assert manifest["tensor_types"].items() >= {"Q5_0": 17, "Q8_0": 2}.items()
@@ -106,7 +106,7 @@ def test_shapes_that_get_other_types_are_told(tiny):
 
 def test_text_that_is_too_short(tiny):
     Path("short.txt").write_text("A short text. " * 20)
-    says = ("short.txt is too short", "0 of the asked 64 sequences of 512", "longer text or shorter sequences")
+    says = ("short.txt is too short", "0 of 64 sequences of 512", "longer text or shorter sequences")
     refused("convert", tiny, "--method", "gptq", "--calibration-text", "short.txt", says=says)
     says = ("short.txt is too short", "2 windows of 512", "longer --text")
     refused("eval-ppl", tiny, "--text", "short.txt", says=says)
@@ -128,13 +128,13 @@ def test_text_that_cannot_be_read(tiny):
 def test_output_that_exists_is_kept_unless_it_is_an_artifact_and_forced(tiny):
     words = ("convert", tiny, "--out", "out", "--method", "rtn")
     Path("out").write_text("text")
-    refused(*words, "--force", says=("out is none", "Choose another --out"))
+    refused(*words, "--force", says=("out is not one", "Choose another --out"))
     assert Path("out").read_text() == "text"
     Path("out").unlink()
     Path("out").mkdir()
     Path("out/diary.txt").write_text("dear diary")
     refused(*words, says=("the output out exists", "--force"))
-    refused(*words, "--force", says=("replaces only artifacts of quantkit, and out is none",))
+    refused(*words, "--force", says=("replaces only artifacts of quantkit, and out is not one",))
     assert Path("out/diary.txt").read_text() == "dear diary"
     shutil.rmtree("out")
     convert(str(tiny), "rtn", 8, "out")
@@ -154,11 +154,11 @@ def test_disk_that_fills_up_meanwhile(method, tiny, tmp_path):
     child = started(command, tmp_path / "log", partial(setrlimit, RLIMIT_FSIZE, (100_000, 100_000)))
     stderr = " ".join(child.wait(1).split())
     assert "Traceback" not in stderr
-    assert "was full while out.partial was written" in stderr
-    assert "Make room" in stderr
+    assert "is full: out.partial could not be written" in stderr
+    assert "Free space" in stderr
     assert not Path("out").exists()
     assert Path("out.partial").exists() == (method != "gguf")  # finished tensors are kept, and it is told
-    assert ("kept in out.partial" in stderr) == (method != "gguf")
+    assert ("Run the same command to continue" in stderr) == (method != "gguf")
 
 
 def test_corrupted_artifact(artifact_of):

@@ -76,7 +76,7 @@ def test_a_value_out_of_range_is_refused(place, value, copy):
         (b"{", "is not valid JSON"),
         (b"\xff\xfe{}", "is not UTF-8 text"),
         (b'{"a":' * 90 + b"1" + b"}" * 90, "is nested deeper"),
-        (b" " * (MOST_MANIFEST + 1), "no such file has more than"),
+        (b" " * (MOST_MANIFEST + 1), "such files have at most"),
     ],
     ids=["torn", "utf-16", "nested", "large"],
 )

@@ -88,9 +88,9 @@ def test_keys_and_values_of_blocks_that_take_those_of_others(architecture, tmp_p
     assert set(floats.manifest.source.kept) == set(unused)
     made = converted(folder, tmp_path / "out", "gptq", "4", format="compressed-tensors")
     assert not set(unused) & set(load_file(made.folder / "model.safetensors"))
-    [note] = [note for note in made.manifest.notes if "are no part of its architecture" in note]
+    [note] = [note for note in made.manifest.notes if "are outside its architecture" in note]
     assert note.startswith("2 tensors of the source (8,192 values)")
-    assert "are left out, as their blocks take what others have" in note
+    assert "are left out: their blocks reuse other blocks" in note
     ignored = json.loads((made.folder / "config.json").read_text())["quantization_config"]["ignore"]
     assert not [rule for rule in ignored if ".3." in rule]
     verify(made)

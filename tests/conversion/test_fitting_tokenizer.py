@@ -66,14 +66,17 @@ def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refus
     edit_json(unused / "tokenizer_config.json", put("extra_special_tokens", value=["<listed>", "</s>"]))
     notes = convert(str(unused), "rtn", out=tmp_path / "listed").manifest.notes
     assert [note for note in notes if "no row for: '<more304>', '<listed>'" in note]
-    assert "eos_token_id is [2, 304], and the embedding has 304 rows: the model cannot take or give this token" in notes
+    assert (
+        "eos_token_id is [2, 304], but the embedding has 304 rows: the model can neither read nor generate this token"
+        in notes
+    )
     used = with_added_token(tiny, tmp_path / "used", every_text=True)
     refused(used, "rtn", SourceError, "the tokenizer gives every text the token ids")
 
 
 def test_a_padding_token_without_a_row_is_named_where_transformers_builds_no_model(tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "model", pad_token_id=304)
-    says = "config.json has pad_token_id = 304, and the embedding has 304 rows: set it to null"
+    says = "config.json has pad_token_id = 304, but the embedding has 304 rows: set it to null"
     refused(folder, "rtn", UnsupportedError, says)
     with pytest.raises(EngineError, match=says):
         evaluate(str(folder), ["perplexity"], **EVALUATION)
@@ -86,16 +89,16 @@ def test_ends_of_a_text_that_a_format_does_not_name_are_noted(method, bits, tiny
     folder = changed_copy(tiny, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     notes = convert(str(folder), method, bits, tmp_path / "out").manifest.notes
-    assert any("the model also ends a text with" in note and "(5)" in note for note in notes) == (method != "rtn")
+    assert any("the model also ends texts with" in note and "(5)" in note for note in notes) == (method != "rtn")
     edit_json(folder / "generation_config.json", put("eos_token_id", value=2))
     notes = convert(str(folder), method, bits, tmp_path / "one").manifest.notes
-    assert not any("also ends a text" in note for note in notes)
+    assert not any("also ends texts" in note for note in notes)
 
 
 def test_the_advice_adds_the_rows(tiny, tmp_path):
     folder = with_added_token(tiny, tmp_path / "model", every_text=False)
     edit_json(folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(z=309))  # ids with a hole
-    with pytest.raises(SourceError, match="token ids 3 to 309, and the embedding has 304 rows") as refusal:
+    with pytest.raises(SourceError, match="token ids 3 to 309, but the embedding has 304 rows") as refusal:
         convert(str(folder), "gguf", "Q8_0", tmp_path / "out")
     advice = str(refusal.value).partition("with transformers: ")[2]
     names = {"model": AutoModelForCausalLM.from_pretrained(folder), "tokenizer": AutoTokenizer.from_pretrained(folder)}
@@ -104,7 +107,7 @@ def test_the_advice_adds_the_rows(tiny, tmp_path):
 
 
 def test_calibration_beyond_the_context_gets_a_note(tiny, tmp_path):
-    note = "calibration sequences of 32 tokens are longer than the context of 16 tokens that the model was made for"
+    note = "calibration sequences of 32 tokens are longer than the model's context of 16 tokens"
     for context, want in ((16, [note]), (32, [])):
         model = changed_copy(tiny, tmp_path / f"{context}", max_position_embeddings=context)
         made = convert(str(model), "gptq", out=tmp_path / f"out {context}", calibration=CALIBRATION)
@@ -113,7 +116,7 @@ def test_calibration_beyond_the_context_gets_a_note(tiny, tmp_path):
 
 def test_calibration_beyond_a_table_of_positions_is_refused(tmp_path):
     model = save_architecture(tmp_path / "gpt2", "gpt2", changes={"n_positions": 24})
-    says = "calibration sequences of 25 tokens are longer than the 24 positions"
+    says = "calibration sequences of 25 tokens are longer than the model's 24 positions"
     refused(model, "gptq", UnsupportedError, says, length=25)
     spec = CalibrationSpec(**{**CALIBRATION, "length": 25})
     with pytest.raises(UnsupportedError, match=says):

@@ -190,7 +190,7 @@ def test_a_disk_with_one_byte_too_few_is_refused(tmp_path, monkeypatch):
     (tmp_path / "out.partial" / "tensors.spool").write_bytes(bytes(1000))
     for place, room in ((tmp_path / "not" / "made", free), (tmp_path / "out", free + 1000)):
         refuse_small_disk(place, room)
-        with pytest.raises(OutputError, match=r"is too small: .* needed, .* free. Free some space") as error:
+        with pytest.raises(OutputError, match=r"is too small: .* needed, .* free. Free space") as error:
             refuse_small_disk(place, room + 1)
         needed, there = str(error.value).split("too small: ")[1].split(" free")[0].split(" needed, ")
         assert needed != there

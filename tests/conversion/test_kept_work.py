@@ -51,15 +51,15 @@ def test_finished_blocks_stay_and_the_next_run_gives_the_same_bytes(action, erro
     assert len(read_journal(Path("out.partial"))[0]) == 2
     shutil.copyfile(tiny / "model.safetensors", "tiny/model.safetensors")
     ended = quantkit("convert", "tiny", "--method", "rtn", "--out", "out")
-    assert ended.err == "going on after 2 finished decoder blocks in out.partial\n"
+    assert ended.err == "resuming from out.partial: 2 finished decoder blocks\n"
     assert contents(Path("out")) == contents(Path("whole"))
 
 
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        (lambda: torch.empty(TOO_MUCH, dtype=torch.uint8), f"{TOO_MUCH} bytes more were asked for"),
-        (lambda: np.empty(TOO_MUCH, dtype=np.uint8), "256. PiB more were asked for"),
+        (lambda: torch.empty(TOO_MUCH, dtype=torch.uint8), f"{TOO_MUCH} bytes more were requested"),
+        (lambda: np.empty(TOO_MUCH, dtype=np.uint8), "256. PiB more were requested"),
         (lambda: bytearray(TOO_MUCH), "MemoryError"),
     ],
     ids=["torch", "numpy", "Python"],
@@ -67,8 +67,8 @@ def test_finished_blocks_stay_and_the_next_run_gives_the_same_bytes(action, erro
 def test_a_lack_of_memory_is_one_line(action, says, tiny, monkeypatch):
     after_the_second_block(action, monkeypatch)
     kept, line = fails("convert", tiny, "--method", "rtn", "--out", "out").err.splitlines()
-    assert kept.startswith("2 finished decoder blocks kept in out.partial. The same command goes on from there")
-    assert line.startswith("error: ResourceError: the memory that this process may take ran out")
+    assert kept.startswith("out.partial has 2 finished decoder blocks. Run the same command to continue")
+    assert line.startswith("error: ResourceError: this process ran out of memory")
     assert says in line
 
 

@@ -40,16 +40,16 @@ def refused(tiny, out, *flags, says, monkeypatch):
 def test_an_output_that_is_a_link_is_told_before_the_work(target, flags, tiny, artifact_of, monkeypatch):
     shutil.copytree(artifact_of("rtn").folder, "artifact")
     Path("link").symlink_to(target)
-    refused(tiny, "link", *flags, says="the output link is a link", monkeypatch=monkeypatch)
+    refused(tiny, "link", *flags, says="the output link is a symbolic link", monkeypatch=monkeypatch)
 
 
 def test_a_place_that_is_no_folder_is_told_before_the_work(tiny, monkeypatch):
     Path("file").write_text("text")
     Path("dangling").symlink_to("nowhere")
     Path("circle").symlink_to("circle")
-    nameless, long = "has no name of its own", "name too long"
+    nameless, long = "is not the name of a folder", "name too long"
     for out, says in {
-        "file/a/b/out": "file is no folder", "dangling/out": "dangling is no folder", "circle/out": "circle/out",
+        "file/a/b/out": "file is not a folder", "dangling/out": "dangling is not a folder", "circle/out": "circle/out",
         "..": nameless, "": nameless, "/": nameless, "a/..": nameless, "x" * 250: long, "x" * 300: long,
         "/proc/out": "nothing can be written in /proc",
     }.items():  # fmt: skip
@@ -74,7 +74,7 @@ def test_force_does_not_take_the_name_of_what_is_not_ours(tiny, monkeypatch):
     shutil.rmtree("out.replaced")
     Path("out.replaced").symlink_to("other")
     for flags in ([], ["--force"]):
-        refused(tiny, "out", *flags, says="out.replaced is a link", monkeypatch=monkeypatch)
+        refused(tiny, "out", *flags, says="out.replaced is a symbolic link", monkeypatch=monkeypatch)
     verify("other")
 
 
@@ -82,8 +82,8 @@ def test_force_does_not_take_the_name_of_what_is_not_ours(tiny, monkeypatch):
     ("out", "says"),
     [
         ("source", "the output source is the source"),
-        ("source/../source/a/b", "lies in the source"),
-        ("alias/out", "lies in the source"),
+        ("source/../source/a/b", "is inside the source"),
+        ("alias/out", "is inside the source"),
     ],
 )
 def test_an_output_in_the_source_is_refused(out, says, artifact_of, monkeypatch):
@@ -98,7 +98,7 @@ def test_an_output_in_the_source_is_refused(out, says, artifact_of, monkeypatch)
 def test_an_output_that_holds_the_source_is_refused(gguf, monkeypatch):
     shutil.copytree(gguf.folder, "all")
     file = next(Path("all").glob("*.gguf"))
-    refused(file, "all", "--force", says="the output all holds the source", monkeypatch=monkeypatch)
-    fails("import", file, "--out", "all", "--force", says="the output all holds the source")
+    refused(file, "all", "--force", says="the output all contains the source", monkeypatch=monkeypatch)
+    fails("import", file, "--out", "all", "--force", says="the output all contains the source")
     shutil.copy(file, "model.gguf")  # an output beside it is fine
     assert quantkit("convert", "model.gguf", "--method", "gguf", "--bits", "Q8_0", "--out", "out").code == 0

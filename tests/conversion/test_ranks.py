@@ -178,7 +178,7 @@ def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny, tmp_path):
     assert len(read_journal(partial)[0]) == 2
     (code, told), (other, silent) = ended(begun(arguments, tmp_path / "logs"))
     assert (code, other, silent) == (0, 0, "")
-    assert told.startswith("going on after 2 finished decoder blocks")
+    assert told.startswith("resuming from")
     assert ended(begun(command(tiny, tmp_path / "again"), tmp_path / "logs")) == [(0, ""), (0, "")]
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
     assert {path.name for path in tmp_path.iterdir()} == {"out", "again", "logs"}
@@ -191,7 +191,7 @@ GROUPS = ("query, key and value", "output", "gate and up", "down")
     ("arguments", "reason"),
     [
         (("nf4",), "2 processes cannot share what the method nf4 does"),
-        (("gptq", "--refine"), "needs 16 or more in each of 2 processes, whole batches of 2; 7 were given"),
+        (("gptq", "--refine"), "needs 16 or more in each of 2 processes, in whole batches of 2; only 7 were given"),
         (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
     ],
 )
@@ -219,21 +219,21 @@ def test_an_error_is_told_once_by_the_rank_that_has_it(tiny, tmp_path):
     ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, fail)))
     assert [(code, text.count("error:")) for code, text in ranks] == [(1, 0), (1, 1)]
     assert "error: SourceError: this rank cannot read on" in ranks[1][1]
-    assert "1 finished decoder blocks kept" in ranks[0][1]
+    assert "1 finished decoder blocks. Run" in ranks[0][1]
     ranks = ended(begun(command(tiny, tmp_path / "all"), tmp_path / "logs", (fail, fail)))
     assert [text.count("error:") for _, text in ranks] == [1, 0]
 
 
 def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch):
-    assert group.told() == group.Shards()
+    assert group.shards_of_environment() == group.Shards()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert group.told() == group.Shards(1, 2, 1, 2)
+    assert group.shards_of_environment() == group.Shards(1, 2, 1, 2)
     monkeypatch.setenv("RANK", "0")
     fails("eval-ppl", "demo", says="2 processes cannot share this: only the command convert")
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(RecipeError, match="RANK=2, WORLD_SIZE=2"):
-        group.told()
+        group.shards_of_environment()
 
 
 @pytest.mark.slow

@@ -71,9 +71,9 @@ def test_a_kill_at_a_chosen_point(point, method, model, whole_of, tmp_path):
         assert len(read_journal(partial)[0]) == blocks
         stderr = succeeds(*conversion_by(method, model, out)).err
         if point in ("after the manifest", "when the spool is removed"):
-            assert stderr == f"the artifact in {partial} is whole already\n"
+            assert stderr == f"the artifact in {partial} is already complete\n"
         elif blocks:
-            assert stderr == f"going on after {blocks} finished decoder blocks in {partial}\n"
+            assert stderr == f"resuming from {partial}: {blocks} finished decoder blocks\n"
     assert contents(out) == whole_of(method)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
 
@@ -108,8 +108,8 @@ def test_an_interrupted_conversion_says_how_to_go_on(number, code, model, tmp_pa
     ends = Ends(Spool, "finish_block", 2, after=True, number=number)
     stderr = started(conversion_by("rtn", model, out), tmp_path / "log", ends).wait(code)
     assert "Traceback" not in stderr
-    assert f"3 finished decoder blocks kept in {partial}. The same command goes on from there" in stderr
-    assert "going on after 3" in succeeds(*conversion_by("rtn", model, out)).err
+    assert f"{partial} has 3 finished decoder blocks. Run the same command to continue" in stderr
+    assert ": 3 finished" in succeeds(*conversion_by("rtn", model, out)).err
     verify(out)
 
 
@@ -194,14 +194,14 @@ def test_a_whole_artifact_with_a_damaged_file_is_not_renamed(model, tmp_path):
     started(conversion_by("rtn", model, out), tmp_path / "log", ends).wait(-signal.SIGKILL)
     damage_end(partial / "model.safetensors")
     told = succeeds(*conversion_by("rtn", model, out)).err
-    assert told == f"going on after {BLOCKS} finished decoder blocks in {partial}\n"
+    assert told == f"resuming from {partial}: {BLOCKS} finished decoder blocks\n"
     verify(out)
 
 
 def test_another_conversion_clears_the_work_and_says_so(partial, model):
     out = partial.with_name("out")
     assert succeeds(*conversion_by("rtn", model, out), "--bits", "8").err.startswith(
-        f"3 finished decoder blocks in {partial} belong to another conversion (differing in recipe) and are removed\n"
+        f"removed from {partial}: 3 finished decoder blocks of another conversion (differing in recipe)\n"
     )
     assert verify(out).manifest.recipe.bits == "8"
 
@@ -221,13 +221,13 @@ def test_what_is_not_ours_is_left_alone(tiny, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "thesis.txt").write_text("years of work")
     shutil.copytree(tmp_path / "elsewhere", tmp_path / "out.partial")
-    with pytest.raises(OutputError, match="no work folder of quantkit"):
+    with pytest.raises(OutputError, match="not a work folder of quantkit"):
         convert(str(tiny), "rtn", out=tmp_path / "out")
     assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
     shutil.rmtree(tmp_path / "out.partial")
     (tmp_path / "elsewhere" / WORK).write_text("{}")
     (tmp_path / "out.partial").symlink_to("elsewhere")
-    with pytest.raises(OutputError, match=r"out\.partial is no file or folder of"):
+    with pytest.raises(OutputError, match=r"out\.partial is not a plain file or folder"):
         convert(str(tiny), "rtn", out=tmp_path / "out")
     assert len(list((tmp_path / "elsewhere").iterdir())) == 2
 
@@ -253,7 +253,7 @@ def test_planted_things_are_refused_and_what_they_lead_to_is_kept(what, tiny, tm
     name, plant = PLANTED[what]
     (partial / name).unlink(missing_ok=True)
     plant(partial / name, target)
-    with pytest.raises(OutputError, match=rf"{name}.* is no file or folder of quantkit's"):
+    with pytest.raises(OutputError, match=rf"{name}.* is not a plain file or folder"):
         convert(str(tiny), "rtn", out=tmp_path / "out")
     assert target.read_text() == "dear diary"
     assert os.path.lexists(partial / name)

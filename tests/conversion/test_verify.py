@@ -56,27 +56,27 @@ def double_parameters(values):
 
 EDITS = [
     ("gptq", put("recipe", "method", value="rtn"), "the method rtn has no option"),
-    ("rtn", put("recipe", "method", value="gptq"), "it tells of no calibration"),
-    ("awq", put("format", value="gptq"), "it says that the files are gptq, and they are not"),
-    ("rtn", put("calibration_sha256", value="0" * 64), "it tells of a calibration"),
-    ("gguf", put("recipe", "bits", value="Q8_0"), "bits is 'Q8_0' there, and the files say 'Q4_K_M'"),
-    ("float", put("recipe", "bits", value="bfloat16"), "bits is 'bfloat16' there, and the files say 'float16'"),
-    ("rtn", put("options", "group_size", value=64), "group_size is 64 there, and the files say 128"),
+    ("rtn", put("recipe", "method", value="gptq"), "it has no calibration"),
+    ("awq", put("format", value="gptq"), "it names the format gptq, but the files are not"),
+    ("rtn", put("calibration_sha256", value="0" * 64), "it has a calibration"),
+    ("gguf", put("recipe", "bits", value="Q8_0"), "bits is 'Q8_0' there, but 'Q4_K_M' or 'auto' in the files"),
+    ("float", put("recipe", "bits", value="bfloat16"), "bits is 'bfloat16' there, but 'float16' in the files"),
+    ("rtn", put("options", "group_size", value=64), "group_size is 64 there, but 128 in the files"),
     ("nf4", put("options", "double_quant", value=False), "double_quant is False there"),
-    ("rtn", put("recipe", "options", value={"sym": False}), "sym = False was asked for, and True made"),
+    ("rtn", put("recipe", "options", value={"sym": False}), "sym = False in the recipe, True in"),
     *(
         (method, change, says)
         for method in ("rtn", "gguf", "ctranslate2")
         for change, says in (
-            (put("tensor_types", value={"int2": 3}), "it counts 3 int2, and the files hold"),
+            (put("tensor_types", value={"int2": 3}), "it counts 3 int2, but the files have"),
             (put("source", "config", "num_hidden_layers", value=1), ""),
             (double_parameters, "parameters of the source"),
         )
     ),
     ("rtn", put("source", "config", "rms_norm_eps", value=0.5), "rms_norm_eps is 0.5 in its source.config"),
     ("rtn", put("bits_per_weight", value=0.1), "bits_per_weight is 0.1"),
-    ("rtn", lambda values: values["weight_files"].append(values["weight_files"][0]), "its weight files are not those"),
-    ("gguf", put("weight_files", value=["tokenizer.json"]), "its weight files are not those of the format gguf"),
+    ("rtn", lambda values: values["weight_files"].append(values["weight_files"][0]), "its weight files do not belong"),
+    ("gguf", put("weight_files", value=["tokenizer.json"]), "its weight files do not belong to the format gguf"),
 ]
 
 
@@ -100,10 +100,10 @@ def added(name):
 
 
 DAMAGE = [
-    ("rtn", lambda tensors: tensors.pop(EMBEDDING), "and the files hold"),
+    ("rtn", lambda tensors: tensors.pop(EMBEDDING), "but the files have"),
     ("nf4", changed(NORM, lambda t: t[1:]), "has the shape (127,), not (128,)"),
-    ("awq", added("model.extra.weight"), "and the files hold"),
-    ("float", changed(NORM, torch.Tensor.float), "and the files hold"),
+    ("awq", added("model.extra.weight"), "but the files have"),
+    ("float", changed(NORM, torch.Tensor.float), "but the files have"),
     ("rtn", changed(NORM, first(float("nan"))), "NaN or infinite"),
     ("float", changed(f"{LAYER}.weight", lambda t: t.T), "has the shape (128, 256), not (256, 128)"),
     *(
@@ -118,12 +118,12 @@ DAMAGE = [
     ),
     ("awq", changed(f"{LAYER}.qzeros", lambda t: t[1:]), "'qzeros': (0, 32)"),
     ("rtn", lambda tensors: tensors.pop(f"{LAYER}.g_idx"), f"lacks the tensor {LAYER}.g_idx"),
-    ("rtn", changed(f"{LAYER}.g_idx", first(-1)), "columns of other groups"),
+    ("rtn", changed(f"{LAYER}.g_idx", first(-1)), "columns outside its"),
     ("rtn", changed(f"{LAYER}.qzeros", torch.zeros_like), "is not symmetric"),
     ("nf4", lambda tensors: tensors.pop(f"{LAYER}.weight.absmax"), "its absmax is missing"),
     ("nf4", changed(f"{LAYER}.weight.absmax", lambda t: t[1:]), "its absmax has 511 values"),
     ("nf4", changed(f"{LAYER}.weight.quant_map", torch.ones_like), "is not the table of nf4"),
-    ("nf4", changed(f"{LAYER}.weight", lambda t: t[1:]), "are no codes for the shape"),
+    ("nf4", changed(f"{LAYER}.weight", lambda t: t[1:]), "are not codes for the shape"),
 ]
 
 
@@ -139,7 +139,7 @@ def test_damaged_tensors_are_refused_though_their_hashes_are_right(method, chang
     ("method", "change", "counts", "says"),
     [
         ("awq", lambda tensors: tensors.pop(EMBEDDING), {"float16": -1}, f"lacks the tensor {EMBEDDING}"),
-        ("nf4", added("model.extra.weight"), {"bfloat16": 1}, "holds the tensor model.extra.weight, which the model"),
+        ("nf4", added("model.extra.weight"), {"bfloat16": 1}, "has the tensor model.extra.weight, which the model"),
         ("rtn", changed(NORM, torch.Tensor.float), {"float16": -1, "float32": 1}, "and its config.json says"),
     ],
 )
@@ -179,17 +179,17 @@ def test_a_damaged_state_of_nf4_is_refused(state, copied):
 
 SETTINGS = [
     ("rtn", "quantize_config.json", put("sym", value=False), "sym is False, and True in config.json"),
-    ("rtn", "config.json", put("quantization_config", "bits", value=5), "does not say how many bits"),
+    ("rtn", "config.json", put("quantization_config", "bits", value=5), "has no valid number of bits"),
     ("rtn", "config.json", put("quantization_config", "group_size", value=[]), "group_size is [], not a whole"),
-    ("rtn", "config.json", put("quantization_config", "sym", value=1), "sym is True there, and the files say 1"),
-    ("rtn", "config.json", put("quantization_config", value=5), "it says that the files are gptq, and they are not"),
+    ("rtn", "config.json", put("quantization_config", "sym", value=1), "sym is True there, but 1 in the files"),
+    ("rtn", "config.json", put("quantization_config", value=5), "it names the format gptq, but the files are not"),
     ("rtn", "config.json", put("dtype", value="float32"), "holds tensors in float16, and its config.json says"),
     ("nf4", "config.json", put("quantization_config", "bnb_4bit_quant_type", value="fp4"), "4-bit NormalFloat"),
     ("ctranslate2", "config.json", lambda values: values.pop("unk_token"), "unk_token is None"),
-    ("ctranslate2", "config.json", put("layer_norm_epsilon", value=10**400), "beyond what the engine can read"),
-    ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "files are ctranslate2, and they are not"),
-    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.append("\ud800"), "half of a character"),
-    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, and the model 304 rows"),
+    ("ctranslate2", "config.json", put("layer_norm_epsilon", value=10**400), "too large for the engine"),
+    ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "names the format ctranslate2, but the files"),
+    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.append("\ud800"), "half of a surrogate pair"),
+    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, but the model has 304 rows"),
     ("awq", "config.json", put("pretraining_tp", value=1.0), "pretraining_tp is 1 in its"),
     ("rtn", "config.json", lambda values: values.pop("model_type"), "model_type is 'llama' in its"),
 ]
@@ -211,7 +211,7 @@ def test_the_file_of_another_model_is_refused(method, says, copied, artifact_of,
     [own], [theirs] = open_artifact(folder).manifest.weight_files, another.manifest.weight_files
     shutil.copyfile(another.folder / theirs, folder / own)
     rehash(folder)
-    refused(folder, "and the files hold")
+    refused(folder, "but the files have")
     edit_json(folder / MANIFEST, put("tensor_types", value=another.manifest.tensor_types))
     refused(folder, says)
 
@@ -349,4 +349,4 @@ def test_values_that_eight_bits_lose_are_noted(bits, noted, tiny, tmp_path):
         tiny, tmp_path / "model", lambda tensors: tensors.update({name: tensors[name].float() * 2e-5})
     )
     notes = convert(str(folder), "gguf", bits, tmp_path / "out").manifest.notes
-    assert any(f"{name} has lost values that {bits} cannot hold" in note for note in notes) == noted
+    assert any(f"{name} has values that {bits} cannot represent" in note for note in notes) == noted

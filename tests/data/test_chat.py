@@ -32,7 +32,7 @@ def test_special_tokens_come_from_the_template_alone(tmp_path):
     ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
 ])  # fmt: skip
 def test_whatever_a_template_raises_is_one_error(template, says, tmp_path):
-    with pytest.raises(TextError, match="the model's chat template cannot write a conversation of the text") as told:
+    with pytest.raises(TextError, match="the model's chat template cannot render a conversation of the text") as told:
         render(saved_tokenizer(tmp_path, template), ASKED)
     assert says in str(told.value)
 
@@ -73,9 +73,9 @@ def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path):
 
 @pytest.mark.parametrize(("bad", "says"), [
     ("{", "line 2 of FILE is not valid JSON"),
-    ('{"text": 5}', "line 2 of FILE holds neither messages nor a text"),
-    ('{"messages": [5]}', "line 2 of FILE has a message that cannot be used: 5"),
-    (line(("tool", "x")), "Its role is one of system, user, assistant"),
+    ('{"text": 5}', "line 2 of FILE has neither messages nor a text"),
+    ('{"messages": [5]}', "line 2 of FILE has an invalid message: 5"),
+    (line(("tool", "x")), "Its role must be one of system, user, assistant"),
     (line(("user", [{"type": "image"}])), "its content a text"),
 ])  # fmt: skip
 def test_a_line_that_holds_something_else_is_told_with_its_number(bad, says, tmp_path):

@@ -64,7 +64,7 @@ def test_stream_equals_the_argmax_loop_of_transformers_also_after_the_end_token(
     stream.close()  # it can be left
 
 
-@pytest.mark.parametrize(("ids", "message"), [([VOCABULARY], "leave the vocabulary"), ([], "at least one")])
+@pytest.mark.parametrize(("ids", "message"), [([VOCABULARY], "are outside the vocabulary"), ([], "at least one")])
 def test_ids_that_would_crash_the_engine_are_refused(ids, message, loaded):
     with pytest.raises(EngineError, match=message):
         loaded.window(ids)

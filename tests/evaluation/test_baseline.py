@@ -239,7 +239,7 @@ def test_an_artifact_is_evaluated_against_its_source(cache, gguf, tiny):
     report = evaluate(gguf, **QUICK, source=tiny)
     assert report.baseline is not None
     assert 1e-6 < report.find("kld").value < 0.05
-    assert any("nats from the source in float32" in line for line in report.quality())
+    assert any("nats per token, against the source in float32" in line for line in report.quality())
     itself = evaluate(str(tiny), **QUICK, engine=EngineSpec(dtype="float32"))
     assert abs(itself.find("kld").value) < 1e-5
     assert itself.baseline == report.baseline

@@ -22,7 +22,7 @@ def test_two_right_readers_agree_and_one_that_takes_the_file_otherwise_is_flagge
     assert 0 < found.apart < 0.01
     one, two = (report.find("perplexity") for report in (found.native, found.reference))
     assert found.shift == pytest.approx(np.log(one.value / two.value), abs=1e-6)
-    assert "llamacpp and our own reader agree" in found.lines()
+    assert "llamacpp and the reference engine agree" in found.lines()
     # Our reader takes the norms' epsilon from the manifest, llama.cpp from its file.
     monkeypatch.setattr(evaluation, "refuse_untrue", lambda _artifact: None)  # which holds one against the other
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
@@ -46,5 +46,5 @@ def test_the_command_prints_both_and_saves_both(gguf, tmp_path):
 
 
 def test_one_engine_is_not_checked_against_itself(artifact_of):
-    with pytest.raises(RecipeError, match="no engine here besides our own reader"):
+    with pytest.raises(RecipeError, match="no engine here besides the reference engine"):
         cross_check(artifact_of("rtn"), **QUICK)

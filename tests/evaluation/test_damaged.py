@@ -26,7 +26,7 @@ from quantkit.system.progress import Progress
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
 FLOAT32 = EngineSpec(dtype="float32")
-UNUSABLE = "told something unusable of demo"
+UNUSABLE = "sent an invalid event about demo"
 DAMAGE = {
     "no percentile": lambda values: next(m for m in values["measurements"] if m["name"] == "kld")["details"].pop("p99"),
     "not a number": lambda values: values["measurements"][0].update(value=float("nan")),
@@ -63,7 +63,7 @@ def load_by(python):
 def test_a_damaged_request_is_one_line(change):
     request = BaselineRequest(load=load_by(sys.executable), windows="cut.npz", key="k")
     assert read_request(request.model_dump_json()) == request
-    with pytest.raises(EngineError, match="the request of an evaluation cannot be read"):
+    with pytest.raises(EngineError, match="the request to the evaluation process is invalid"):
         read_request(json.dumps(request.model_dump() | change))
 
 

@@ -71,8 +71,8 @@ def test_a_walk_evaluates_what_does_not_fit_in_the_memory_of_its_forecast_and_th
     assert report.engine.name == "reference"
     assert [measured.name for measured in report.measurements] == ["weight_bytes", "bits_per_weight", "perplexity"]
     left_out, why = report.notes
-    assert left_out == "left out, since a walk generates no tokens: memory, speed"
-    assert why.startswith("it was computed block by block by our own reader: transformers would need ")
+    assert left_out == "left out, since a block-by-block run generates no tokens: memory, speed"
+    assert why.startswith("it was computed block by block by the reference engine: transformers would need ")
     assert why.endswith("were free")
     whole = evaluate(str(deep), **QUICK, divergence=False)
     assert (whole.engine.name, whole.notes) == ("transformers", ())
@@ -86,7 +86,7 @@ def test_a_walk_evaluates_what_does_not_fit_in_the_memory_of_its_forecast_and_th
 
 def test_a_walk_that_is_asked_for_has_the_whole_models_figures(gguf, tiny):
     walked = evaluate(gguf, **QUICK, memory=MemoryLimits(walk=True, offload_gb=0), source=tiny)
-    assert ["block by block by our own reader, as was asked for" in note for note in walked.notes] == [True, True]
+    assert ["block by block by the reference engine, as requested" in note for note in walked.notes] == [True, True]
     [first] = (BaselineFiles(path.stem).read_facts() for path in baseline.folder().glob("*.json"))
     for path in baseline.folder().glob("*.json"):
         BaselineFiles(path.stem).states.unlink()
@@ -110,7 +110,7 @@ def test_an_engine_that_was_named_is_not_replaced_and_probes_that_generate_are_r
     limit = between(deep, windows)
     with pytest.raises(ResourceError, match=r"with transformers would need .* Leave --engine out, or .* --no-walk"):
         planned(deep, windows, engine="transformers", max_memory_gb=limit)
-    with pytest.raises(RecipeError, match=r"transformers does not compute block by block\. Take --engine reference"):
+    with pytest.raises(RecipeError, match=r"transformers cannot compute block by block\. Give --engine reference"):
         planned(deep, windows, engine="transformers", walk=True)
     ours = planned(deep, windows, engine="reference", max_memory_gb=limit)
     assert (ours.engine.name, ours.engine.walk, ours.engine.dtype) == ("reference", True, "bfloat16")

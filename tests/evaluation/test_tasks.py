@@ -126,11 +126,11 @@ def test_tasks_are_looked_for_among_the_harness_s_own_too(monkeypatch):
 
 
 def test_what_cannot_run_is_refused_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
-    with pytest.raises(RecipeError, match="no task is asked for"):
+    with pytest.raises(RecipeError, match="no task is given"):
         evaluate_tasks(str(tiny), [])
     with pytest.raises(RecipeError, match="does not exist"):
         evaluate_tasks(str(tiny), ["choice"], include=tmp_path / "none")
-    with pytest.raises(RecipeError, match="holds more than 50,000 files"):
+    with pytest.raises(RecipeError, match="has more than 50,000 files"):
         evaluate_tasks(str(tiny), ["choice"], include="/")
     monkeypatch.setattr(
         "quantkit.evaluation.tasks.inspect_interpreter",

@@ -159,7 +159,7 @@ def test_both_ends_stay_tied_where_they_change_alike(models, tmp_path):
     name = f"{HEAD}.lora_B.weight"
     parted = adapted(models["tied"], tmp_path / "parted", both | {name: both[name] + torch.eye(*both[name].shape)})
     assert parted.config["tie_word_embeddings"] is False
-    assert any("head has weights of its own" in note for note in parted.notes)
+    assert any("head now has its own weights" in note for note in parted.notes)
     assert not torch.equal(parted.tensor(f"{HEAD}.weight"), parted.tensor(f"{TABLE}.weight"))
 
 
@@ -173,11 +173,11 @@ def test_new_tokens_come_with_their_rows_and_their_tokenizer(models, tmp_path):
     assert source.config["vocab_size"] == VOCABULARY + 2
     assert source.tensors[f"{TABLE}.weight"].shape == (VOCABULARY + 2, 128)
     assert source.tokenizer().convert_tokens_to_ids("<|model|>") == VOCABULARY + 1
-    assert any("tokenizer is the one that lies beside the adapter a" in note for note in source.notes)
+    assert any("tokenizer is from the folder of the adapter a" in note for note in source.notes)
     source.copy_side_files(tmp_path)
     for name, place in (("tokenizer.json", adapter), ("generation_config.json", models["tied"])):
         assert (tmp_path / name).read_bytes() == (place / name).read_bytes()
-    with pytest.raises(SourceError, match="other numbers of tokens at its ends"):
+    with pytest.raises(SourceError, match="unequal numbers of tokens"):
         adapted(models["llama"], tmp_path / "one", {f"{TABLE}.weight": table})
 
 
@@ -230,7 +230,7 @@ def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(
     assert source.hashes == other.hashes
     assert torch.equal(source.tensor(f"{Q}.weight"), other.tensor(f"{Q}.weight"))
     for name, says in (
-        ("meta-llama/Llama-9", "its base model, meta-llama/Llama-9, is no folder here"),
+        ("meta-llama/Llama-9", "its base model, meta-llama/Llama-9, is not a local folder"),
         (None, "does not name its base"),
     ):
         save_adapter(adapter, tensors, base_model_name_or_path=name)
@@ -242,8 +242,8 @@ def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(
     ("change", "says"),
     [
         (lambda t: {n.replace("layers.1", "layers.9"): v for n, v in t.items()}, r"layers\.9.*no such tensor"),
-        (lambda t: {n: v[:, :64] if "_A" in n else v for n, v in t.items()}, r"\(128, 64\), and it is \(128, 128\)"),
-        (lambda _: {"model.layers.1.mlp.up_proj.weight": torch.ones(300, 128)}, r"\(300, 128\), and \(256, 128\)"),
+        (lambda t: {n: v[:, :64] if "_A" in n else v for n, v in t.items()}, r"\(128, 64\), but it is \(128, 128\)"),
+        (lambda _: {"model.layers.1.mlp.up_proj.weight": torch.ones(300, 128)}, r"\(300, 128\), but \(256, 128\)"),
         (lambda t: t | {n.removeprefix("model."): v for n, v in t.items()}, "two names"),
         (
             lambda _: {f"{TABLE}.lora_A.weight": torch.ones(4, 128), f"{TABLE}.lora_B.weight": torch.ones(304, 4)},

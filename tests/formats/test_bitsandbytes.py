@@ -71,7 +71,7 @@ def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(archite
         converted(architecture("falcon, grouped"), tmp_path / "falcon", "nf4", min_quantized=0)
     says = str(refusal.value)
     share = float(re.search(r"([\d.]+)% of their weights", says)[1])
-    least = re.search(r"Take --min-quantized ([\d.]+) to have it so", says)[1]
+    least = re.search(r"Give --min-quantized ([\d.]+) to accept", says)[1]
     artifact = converted(folder, tmp_path / "out", "nf4", min_quantized=float(least))
     weights = load_file(folder / "model.safetensors")
     assert artifact.manifest.tensor_types["nf4"] == BLOCKS * 4
@@ -156,7 +156,7 @@ def test_layers_that_transformers_has_the_other_way_round_come_as_it_has_them(ki
         ("int8", lambda t: t[f"{UP}SCB"].fill_(float("inf")), "SCB are not finite"),
         ("fp4", lambda t: t.pop(f"{UP}weight.absmax"), "absmax is missing"),
         ("fp4", lambda t: t[f"{UP}weight.quant_map"].mul_(2), "not the table of fp4"),
-        ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "tells of no fp4"),
+        ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "is not of fp4"),
         ("fp4", lambda t: as_nf4(t), "config.json says that codes are fp4"),
     ],
 )

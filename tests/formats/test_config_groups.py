@@ -149,13 +149,13 @@ def only(*numbers):
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("codes", lambda c, t: group(c, 0)["weights"].update(num_bits=5), "how many bits codes have"),
+        ("codes", lambda c, t: group(c, 0)["weights"].update(num_bits=5), "no valid number of bits"),
         ("codes", lambda c, t: group(c, 1)["weights"].update(symmetric=True), "fit none of the groups"),
         ("codes", lambda c, t: (by_groups(c, t), group(c, 0).update(format="int-quantized")), "int-quantized"),
         ("codes", lambda c, t: t.update({f"{DOWN}weight_scale": torch.ones(0, 1)}), "fit none of the groups"),
         ("codes", lambda c, t: t.pop(f"{DOWN}weight_packed"), "without its weight_packed"),
         ("scaled", only(0, 1, 2, 3, 5), "fit none of the groups"),  # rows of k_proj
-        ("scaled", only(0, 3, 4, 5), "weight_packed of uint8 without their scales, or config.json has no"),
+        ("scaled", only(0, 3, 4, 5), "weight_packed of uint8 have no scales, or config.json has no"),
         ("scaled", lambda c, t: t.update({f"{V}weight": t[f"{DOWN}weight"].clone()}), "twice, in two kinds"),
     ],
 )

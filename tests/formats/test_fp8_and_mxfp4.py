@@ -164,13 +164,13 @@ def test_llama_cpp_computes_what_transformers_computes_of_codes(gpt_oss, tmp_pat
         ("fp8", lambda _, t: t.pop(SCALE), f"lacks the tensor {SCALE}"),
         ("fp8", lambda _, t: t[SCALE].fill_(float("nan")), "are not finite"),
         ("fp8", lambda _, t: t[UP].view(torch.uint8).fill_(127), "NaN"),
-        ("fp8", lambda _, t: t.update({UP: t[UP][:0], SCALE: t[SCALE][:0]}), "no matrix of codes"),
+        ("fp8", lambda _, t: t.update({UP: t[UP][:0], SCALE: t[SCALE][:0]}), "not a matrix of codes"),
         ("gpt_oss", lambda _, t: t.pop(SCALES), f"lacks the tensor {SCALES}"),
         ("gpt_oss", lambda _, t: t[SCALES].fill_(255), "are not finite"),
         ("gpt_oss", lambda _, t: t.update({SCALES: t[SCALES][:, 1:]}), r"shapes .*, not \(experts, N"),
-        ("gpt_oss", lambda _, t: t.update({GATE_UP + p: t[GATE_UP + p][:1] for p in PARTS}), "asks for"),
+        ("gpt_oss", lambda _, t: t.update({GATE_UP + p: t[GATE_UP + p][:1] for p in PARTS}), "requires"),
         ("gpt_oss", lambda _, t: t.update({GATE_UP: torch.ones(1)}), "twice"),
-        ("gpt_oss", lambda _, t: [t.pop(name + part) for name in STACKS for part in PARTS], "and no tensor is"),
+        ("gpt_oss", lambda _, t: [t.pop(name + part) for name in STACKS for part in PARTS], "but no tensor is"),
     ],
 )
 def test_what_lies_is_refused(kind, change, says, request, tmp_path):

@@ -281,7 +281,7 @@ def test_tokens_attend_to_the_blocks_that_score_best(tmp_path, turning):
     blocks = {"index_block_size": 16, "index_topk_blocks": 3, "index_local_blocks": 1}
     folder = saved(tmp_path / "model", "minimax_m3_vl_text", **SPARSE, **blocks, **rope)
     trial = job_for(folder, "F32", tmp_path / "out")
-    assert any("with flash attention on (-fa on)" in note for note in trial.check().checked.notes)
+    assert any("with flash attention (-fa on)" in note for note in trial.check().checked.notes)
     file, theirs = written(trial), logits_of_transformers(folder, IDS[:100])
     fast, slow = (far_apart(logits_of_llama_cpp(file, IDS[:100], flash_attn=on), theirs) for on in (True, False))
     assert fast < LIMIT
@@ -294,7 +294,7 @@ DELTA_TOLD = "epsilon 1e-05 for the norms of latent values and the lengths of qu
 @pytest.mark.parametrize(
     ("name", "changes", "note", "told"),
     [
-        ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}}, "rounds the range of frequencies", True),
+        ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}}, "rounds YaRN's range", True),
         ("glm4_moe_lite", {"rms_norm_eps": 1e-5}, "1e-05 for the norms of latent values, the source 1e-06", True),
         ("kimi_linear", {**KIMI, "rms_norm_eps": 1e-5}, DELTA_TOLD, True),
         ("kimi_linear", KIMI, "epsilon", False),
@@ -329,8 +329,8 @@ CHANGES = {
     "theta": ({}, {"rope_parameters": {**PLAIN, "rope_theta": 5e5}}, "freq_base = 10000.0, .*500000"),
     "other divisors": (llama3(8.0), llama3(4.0), "other divisors"),
     "heads": ({}, {"num_attention_heads": 8, "head_dim": 8}, r"k_proj\.weight has .* \(32, 64\), but .* \(16, 64\)"),
-    "bias": ({}, {"attention_bias": False}, r"no place in a GGUF file .*self_attn\.\w_proj\.bias"),
-    "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|no place"),
+    "bias": ({}, {"attention_bias": False}, r"do not belong in a GGUF file .*self_attn\.\w_proj\.bias"),
+    "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|do not belong"),
 }
 
 

@@ -83,7 +83,7 @@ def test_keys_that_a_block_does_not_use_are_left_out(tmp_path, name):
     save_file(tensors | unused, folder / "model.safetensors")
     trial = job_for(folder, "F32", tmp_path / "out")
     file = written(trial)
-    assert any(note.startswith("3 tensors of blocks that take the keys") for note in trial.source.notes)
+    assert any(note.startswith("3 tensors of blocks that reuse the keys") for note in trial.source.notes)
     assert file.read_bytes() == plain
     assert not unused.keys() & tensors_of(file).keys()
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
@@ -130,7 +130,7 @@ def test_a_tied_head_with_another_factor_gets_weights_of_its_own(tmp_path):
         folder = saved(tmp_path / str(own), "falcon_h1", tie_word_embeddings=True, lm_head_multiplier=factor)
         trial = job_for(folder, "F32", tmp_path / f"out {own}")
         file = written(trial)
-        assert any("its factor is not the embedding's" in note for note in trial.source.notes) == own
+        assert any("its factor differs from the embedding's" in note for note in trial.source.notes) == own
         assert ("lm_head.weight" in tensors_of(file)) == own
         assert far_apart(logits_of_llama_cpp(file, IDS), logits_of_transformers(folder, IDS)) < 1e-5
 
@@ -139,7 +139,7 @@ def test_other_factors_are_refused(tmp_path):
     folder = saved(tmp_path / "model", "falcon_h1")
     for change, said in (
         ({"key_multiplier": 0.0}, "multiplies .*k_proj.weight by 0.0"),
-        ({"ssm_multipliers": [1.0, 2.0]}, "lacks what multiplies its weights|is shorter"),
+        ({"ssm_multipliers": [1.0, 2.0]}, "lacks the factors of its weights|is shorter"),
         ({"embedding_multiplier": float("inf")}, "embedding_multiplier is inf"),
     ):
         with pytest.raises(QuantkitError, match=said):
@@ -149,7 +149,7 @@ def test_other_factors_are_refused(tmp_path):
 def test_a_calibrated_file_holds_the_multiplied_weights(tmp_path):
     folder = saved(tmp_path / "model", "falcon_h1", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     artifact = convert(str(folder), "gguf", "Q6_K", tmp_path / "gguf", calibration=calibration(), rounding="gptq")
-    assert any("factors of config.json put into the weights" in note for note in artifact.manifest.notes)
+    assert any("factors of config.json are folded into the weights" in note for note in artifact.manifest.notes)
     assert artifact.manifest.source.config["key_multiplier"] == 1.0
     read, source = tensors_of(file_in(artifact.folder)), GGUF.prepared(open_source(str(folder)))
     assert read.keys() == source.tensors.keys()

@@ -131,7 +131,7 @@ def test_a_file_of_llama_cpps_own_is_a_source(tmp_path):
 
 def test_floats_that_have_no_type_are_refused(tiny, tiny_with, tmp_path):
     job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits="mxfp4", format="gguf"))
-    with pytest.raises(RecipeError, match=r"gguf holds no nvfp4 with scales\. Take the format compressed-tensors"):
+    with pytest.raises(RecipeError, match=r"gguf cannot store nvfp4 with scales\. Use --format compressed-tensors"):
         job.check_layout(Layout(4, 16, values="nvfp4"))
     save_scaled(tiny, tmp_path / "foreign", {"": "mxfp4"})
     stem = "model.layers.1.mlp.up_proj.weight_scale"
@@ -187,7 +187,7 @@ def test_a_finished_block_comes_back_as_it_was_added(bits, tiny, tmp_path):
     [
         ("3", {}, RecipeError, "4 bits .Q4_0. and 8 bits .Q8_0., not 3"),
         ("4", {"sym": False}, RecipeError, "no zero points"),
-        ("4", {"group_size": 16}, UnsupportedError, "one for 16: give a group_size that is a multiple of 32"),
+        ("4", {"group_size": 16}, UnsupportedError, "one per 16: give a group_size that is a multiple of 32"),
     ],
 )
 def test_what_no_block_holds_is_refused_at_once(bits, options, kind, says, tiny, tmp_path):

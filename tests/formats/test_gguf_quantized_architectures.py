@@ -121,7 +121,7 @@ def test_weighted_files_hold_nearly_the_source(tmp_path, name, how):
     far = name in ("kimi_linear", "bailing_hybrid", "deepseek_v32", "dots3_note_text")  # rows that fall back
     held_against(folder, out.folder, 0.4 if far else 0.15)
     if name == "deepseek_v3":
-        assert any("latent values is rounded without the calibration" in note for note in out.manifest.notes)
+        assert any("latent values are rounded without calibration" in note for note in out.manifest.notes)
 
 
 def two_pairs(model):
@@ -166,10 +166,10 @@ def test_what_guesses_further_tokens_is_left_out(tmp_path, name):
     save_file(tensors | further | fused, path)
     trial = job_for(folder, "F16", tmp_path / "out")
     assert identical_tensors(written(trial), plain) > 10
-    told = f"{len(further) + 1} tensors of the source that guess further tokens"
+    told = f"{len(further) + 1} tensors for multi-token prediction"
     assert any(told in note for note in trial.check().checked.notes)
     save_file(tensors | {"model.layers.3.input_layernorm.weight": torch.ones(64)}, path)
-    with pytest.raises(UnsupportedError, match="no place in a GGUF file"):
+    with pytest.raises(UnsupportedError, match="do not belong in a GGUF file"):
         job_for(folder, "F16", tmp_path / "other").check()
 
 
@@ -181,5 +181,5 @@ def test_columns_in_another_order(tmp_path):
     one = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "one", imatrix=True, calibration=few)
     other = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "two", imatrix_file=str(tmp_path / "imatrix.gguf"))
     assert identical_tensors(file_in(one.folder), file_in(other.folder)) > 10
-    with pytest.raises(UnsupportedError, match=r"linear_attn\.out_proj\.weight in another order"):
+    with pytest.raises(UnsupportedError, match=r"linear_attn\.out_proj\.weight reordered"):
         convert(str(folder), "rtn", "4", tmp_path / "out", format="gguf")

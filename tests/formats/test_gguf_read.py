@@ -110,7 +110,7 @@ def test_a_tokenizer_that_comes_out_otherwise_is_refused_and_can_be_given(cached
     file = tmp_path / "alone" / made.name  # without the source's tokenizer beside it
     file.parent.mkdir()
     made.rename(file)
-    with pytest.raises(UnsupportedError, match=r"other ids than llama\.cpp\. Make a checkpoint of it"):
+    with pytest.raises(UnsupportedError, match=r"other ids than llama\.cpp\. Import it"):
         import_gguf(file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     made = import_gguf(file, tmp_path / "out", tokenizer=cached_demo)

@@ -47,7 +47,7 @@ def test_sliding_window_is_told(tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "copy", model_type="mistral", sliding_window=64)
     trial = job_for(folder, "Q4_K_M", tmp_path / "out")
     trial.check()
-    assert trial.notes == ["llama.cpp ignores the sliding window: beyond 64 tokens it differs from the source"]
+    assert trial.notes == ["llama.cpp ignores the sliding window: beyond 64 tokens its output differs from the source"]
 
 
 MORE = "model.layers.0.mlp.adapter.weight"
@@ -59,8 +59,8 @@ BIASES = [f"model.layers.{block}.self_attn.k_proj.bias" for block in range(3)]
     [
         ("llama", lambda t: t.pop(UP), {}, SourceError, f"lacks 1 tensors .* {UP}"),
         ("qwen2", lambda t: [t.pop(name) for name in BIASES], {}, SourceError, f"lacks 3 tensors .* {BIASES[0]}"),
-        ("llama", lambda t: t.update({MORE: torch.zeros(4)}), {}, UnsupportedError, f"no place .* {MORE}"),
-        ("llama, tied", None, {"attention_bias": False}, UnsupportedError, r"no place .*self_attn\.\w_proj\.bias"),
+        ("llama", lambda t: t.update({MORE: torch.zeros(4)}), {}, UnsupportedError, f"do not belong .* {MORE}"),
+        ("llama, tied", None, {"attention_bias": False}, UnsupportedError, r"do not belong .*self_attn\.\w_proj\.bias"),
     ],
 )
 def test_missing_and_unknown_tensors_are_refused(name, change, config, kind, says, architecture, tmp_path):
@@ -84,10 +84,10 @@ def test_biases_of_zeros_without_a_place_are_left_out_and_told(name, part, tmp_p
     one, two = (tensors_of(written(job)) for job in (trial, job_for(plain, "F16", tmp_path / "other")))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[key], two[key]) for key in one)
-    told = "biases of zeros are left out, since a GGUF file has no place for them: 1, such as "
+    told = "zero biases are left out, since a GGUF file cannot store them: 1, such as "
     assert trial.source.notes == (told + bias,)
     other = changed_copy(folder, tmp_path / "one", lambda tensors: tensors[bias][:1].fill_(1))
-    with pytest.raises(UnsupportedError, match=rf"no place in a GGUF file .*, such as {bias}"):
+    with pytest.raises(UnsupportedError, match=rf"do not belong in a GGUF file .*, such as {bias}"):
         job_for(other, "F16", tmp_path / "refused").check()
 
 
@@ -111,9 +111,9 @@ def test_importance_of_zero_keeps_weights_and_what_is_unusable_missing_or_needle
     importance[UP][7] = -1.0
     with pytest.raises(SourceError, match=rf"{UP} cannot be stored as Q4_K: importance .*finite and not negative"):
         written(trial, importance)
-    with pytest.raises(RecipeError, match="imatrix changes nothing"):
+    with pytest.raises(RecipeError, match="imatrix has no effect"):
         job_for(tiny, "Q8_0", tmp_path, imatrix=True).check()
-    with pytest.raises(RecipeError, match="vocab_only writes no tensor, so imatrix changes nothing"):
+    with pytest.raises(RecipeError, match="vocab_only writes no tensors, so imatrix has no effect"):
         job_for(tiny, None, tmp_path, vocab_only=True, imatrix=True).check()
 
 

@@ -69,10 +69,10 @@ MERGES = [["▁", "t"], ["▁t", "he"], ["b", "a"], ["a", "b"]]  # without h and
 TWICE = {"SpecialToken": {"id": "<s>", "type_id": 0}}
 DAMAGED = {
     "equal ids": (put("model", "vocab", "ab", value=5), "'ab' and '<0x02>' both have the id 5|both have the id 5"),
-    "cut at a zero": (put("model", "vocab", "ab\0c", value=271), "are both written 'ab'"),
+    "cut at a zero": (put("model", "vocab", "ab\0c", value=271), "both have the text 'ab'"),
     "no bytes": (lambda data: [data["model"]["vocab"].pop(f"<0x{byte:02X}>") for byte in range(256)], "<0x0A>"),
-    "beyond the embedding": (put("model", "vocab", "far", value=5000), "token ids 3 to 5000, and the embedding has"),
-    "merges that llama.cpp would not follow": (put("model", "merges", value=MERGES), "would not follow"),
+    "beyond the embedding": (put("model", "vocab", "far", value=5000), "token ids 3 to 5000, but the embedding has"),
+    "merges that llama.cpp would not follow": (put("model", "merges", value=MERGES), "gives other tokens"),
     "other steps": (put("normalizer", value=NFKC), "step NFKC"),
     "another kind": (put("model", value=WORDS), "WordLevel"),
     "other tokens around a text": (lambda data: data["post_processor"]["single"].insert(0, TWICE), "only BOS 1"),
@@ -169,7 +169,7 @@ def test_tokens_that_are_never_generated(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": None}))
     assert SUPPRESSED not in read_vocabulary(open_source(str(folder)), 290).keys
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [True]}))
-    with pytest.raises(UnsupportedError, match=r"suppress_tokens = .*, no list of ids"):
+    with pytest.raises(UnsupportedError, match=r"suppress_tokens = .*, not a list of ids"):
         read_vocabulary(open_source(str(folder)), 290)
 
 

@@ -78,14 +78,14 @@ def test_iq1_m_equals_llama_cpp_but_for_a_few_blocks(tmp_path, tiny, base, impor
 
 
 def test_iq_types_without_importance_are_refused_before_the_work(tmp_path, tiny):
-    with pytest.raises(RecipeError, match="IQ3_XS is made only with an importance"):
+    with pytest.raises(RecipeError, match="IQ3_XS needs an importance matrix"):
         job_for(tiny, "IQ3_XS", tmp_path / "none").check()
     types = {"ffn_up": "IQ3_XXS"}
-    with pytest.raises(RecipeError, match=r"blk\.0\.ffn_up\.weight has none, as 3 more tensors\. Add --imatrix"):
+    with pytest.raises(RecipeError, match=r"blk\.0\.ffn_up\.weight has none, nor have 3 more tensors\. Add --imatrix"):
         job_for(tiny, "Q4_K_M", tmp_path / "one", tensor_type=types).check()
     for options in ({"imatrix": True}, {"rounding": "gptq"}):
         assert job_for(tiny, "Q4_K_M", tmp_path / "given", tensor_type=types, **options).check()
-        with pytest.raises(RecipeError, match=r"output\.weight has none\. No importance is measured for it"):
+        with pytest.raises(RecipeError, match=r"output\.weight has none\. quantkit measures none for it"):
             job_for(tiny, "Q4_K_M", tmp_path / "head", output_tensor_type="IQ2_S", **options).check()
 
 

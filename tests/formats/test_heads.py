@@ -55,7 +55,7 @@ def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(method, 
 def test_a_head_that_a_format_does_not_hold_is_refused(method, bits, options, said, untied, one_block, tmp_path):
     with pytest.raises(QuantkitError, match=said):
         converted(untied, tmp_path / "out", method, bits, **options)
-    with pytest.raises(QuantkitError, match=r"tied to its embedding.*The method gguf.*token_embedding_type"):
+    with pytest.raises(QuantkitError, match=r"tied to its embedding.*Use the method gguf.*token_embedding_type"):
         converted(one_block, tmp_path / "out", "rtn", "4", format=CT, head_bits=8)
 
 

@@ -53,7 +53,7 @@ def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block
         assert not model.source.own_files
         assert choose(model, EngineSpec()).name == "transformers"
         assert torch.equal(logits_of(load_whole(model.source, dtype="float32")[0], ids), expected)
-        with pytest.raises(RecipeError, match="bear other names than it looks for"):
+        with pytest.raises(RecipeError, match="have unknown names"):
             choose(model, EngineSpec(engine="vllm"))
     source = open_source(str(folder / "other.safetensors"))
     assert (source.name, source.weight_files) == ("renamed", ["other.safetensors"])
@@ -63,7 +63,7 @@ def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block
 
 def test_other_files_and_several_without_an_order_are_refused(one_block, tmp_path):
     (tmp_path / "model.bin").write_bytes(b"\x80\x02")
-    with pytest.raises(SourceError, match=r"is a file of no kind that is read.*\.safetensors or \.gguf"):
+    with pytest.raises(SourceError, match=r"is a file that quantkit cannot read.*\.safetensors or \.gguf"):
         open_source(str(tmp_path / "model.bin"))
     folder = renamed(one_block, tmp_path / "folder", "a.safetensors")
     shutil.copyfile(folder / "a.safetensors", folder / "b.safetensors")
@@ -116,5 +116,5 @@ def test_a_server_is_not_given_a_model_that_no_file_holds(one_block, tmp_path):
     tensors = low_rank(one_block, ["model.layers.0.self_attn.q_proj"])
     adapter = save_adapter(tmp_path / "a", tensors, base_model_name_or_path=str(one_block))
     for model in (adapter, renamed(one_block, tmp_path / "renamed", "other.safetensors")):
-        with pytest.raises(UnsupportedError, match=r"no server takes .*--method float"):
+        with pytest.raises(UnsupportedError, match=r"no server can load .*--method float"):
             plan_server(str(model), "vllm")

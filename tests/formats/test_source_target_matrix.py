@@ -43,19 +43,19 @@ TARGETS = {
 COLUMNS = [f"{words} {kind}" for words, kinds in TARGETS.items() for kind in kinds.split(" ")]
 # Why a pair is refused; "+": it converts.
 REASONS = {
-    "n": "keep writes the codes of",
+    "n": "keep rewrites codes of",
     "k": "has no grouped codes",
     "v": "has layers of several kinds",
     "f": "converter reads checkpoint folders of floats",
-    "e": "which it keeps stacked",
+    "e": "keeps stacked",
     "z": "have no zero points|has zero points of 0",
-    "o": "cannot say which columns form a group",
-    "b": "holds (grouped )?codes of .* bits",
-    "l": "has no linear layer where",
-    "g": "is not converted to GGUF",
+    "o": "cannot store an order of columns",
+    "b": "(holds|stores) (grouped )?codes of .*bits",
+    "l": "has no linear layer at",
+    "g": "has no GGUF conversion",
     "u": "converter has no loader",
     "w": "give --bits",
-    "s": "needs? a? ?multiples? of|does not divide|no multiple of",
+    "s": "needs? a? ?multiples? of|does not divide|not a multiple of",
 }
 # By model the signs of its columns from left to right, but for what depends on the source: what CTranslate2 says (of
 # floats "+"), and the six signs of `keep`.

@@ -152,9 +152,9 @@ REFUSED = {
     "head_dim": ("LlamaConfig", {"head_dim": 32}, "head_dim 32"),
     "activation": ("LlamaConfig", {"hidden_act": "gelu"}, "asks for 'gelu'"),
     "sliding window": ("MistralConfig", {"sliding_window": 32}, "sliding window of 32 tokens"),
-    "qwen window": ("Qwen2Config", WINDOW, "leaves its sliding window out"),
+    "qwen window": ("Qwen2Config", WINDOW, "ignores its sliding window"),
     "gemma theta": ("GemmaConfig", {"head_dim": 16, "rope_parameters": OTHER_THETA},
-                    "rope_theta 10000.0 for Gemma, and config.json has 500000.0"),
+                    "rope_theta 10000.0 for Gemma, but config.json has 500000.0"),
     "gemma activation": ("GemmaConfig", {"head_dim": 16, "hidden_act": "silu"}, "hidden_act gelu_pytorch_tanh"),
     "gemma3 scalar": ("Gemma3TextConfig", {**tiny_ct2.GEMMA3, "query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
     "gemma3 theta": ("Gemma3TextConfig", {**tiny_ct2.GEMMA3, "rope_parameters": THETAS}, "rope_theta 1e"),
@@ -162,7 +162,7 @@ REFUSED = {
     "gemma2": ("Gemma2Config", {"head_dim": 16}, "soft-capping"),
     "phi3": ("Phi3Config", {}, "renamed"),
     "mixtral": ("MixtralConfig", {}, "no loader"),
-    "codegen": ("CodeGenConfig", {}, "nobody has measured"),
+    "codegen": ("CodeGenConfig", {}, "it was not measured"),
 }
 # fmt: on
 
@@ -173,7 +173,7 @@ def test_what_the_engine_computes_wrong_is_refused(case):
     config = config_of(name, **settings)
     said = refusal(config)
     assert reason in said
-    known = reason in ("renamed", "no loader", "soft-capping", "nobody has measured") or "window of" in reason
+    known = reason in ("renamed", "no loader", "soft-capping", "it was not measured") or "window of" in reason
     assert refusal_of_config(config.to_dict()) == (said if known else None)
 
 
@@ -190,7 +190,7 @@ def test_the_proof_finds_values_that_quantizing_lost_and_needs_the_engine(llama,
     monkeypatch.setitem(METHOD.write.__globals__["FROM_SOURCE"], "int8", 1e-4)
     with pytest.raises(UnsupportedError, match="answers differently from the source, for int8"):
         convert(llama, "int8", tmp_path / "out")
-    assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
+    assert any(note.startswith("checked against transformers on 96 tokens") for note in int8.notes)
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(DependencyError, match=r"quantkit-lm\[ctranslate2\]"):
         prepared(llama, "ctranslate2", "int8", tmp_path).check()
@@ -199,7 +199,7 @@ def test_the_proof_finds_values_that_quantizing_lost_and_needs_the_engine(llama,
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY + 8}
     checkpoint = save_checkpoint(tmp_path / "large", config_of("GPT2Config", **sizes))
-    with pytest.raises(UnsupportedError, match=r"converter cannot take .*Vocabulary has size 296"):
+    with pytest.raises(UnsupportedError, match=r"converter cannot convert .*Vocabulary has size 296"):
         convert(checkpoint, "float32", tmp_path / "out")
 
 

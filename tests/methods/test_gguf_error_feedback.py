@@ -148,7 +148,7 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(wide, artifact_of, 
     def converted(bits="Q3_K_M"):
         return convert(str(wide), "gguf", bits, tmp_path / "again", calibration=CALIBRATION, rounding="gptq")
 
-    with pytest.raises(RecipeError, match="rounding gptq changes nothing for Q8_0"):
+    with pytest.raises(RecipeError, match="rounding gptq has no effect on Q8_0"):
         converted("Q8_0")
     plain, seen = feedback._quantize_group, []
 

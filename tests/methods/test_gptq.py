@@ -156,7 +156,7 @@ def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(cas
     )
     held = Feedback(hessian.clone(), by_importance=False, shrinkage=options.shrinkage).hessian
     layer = slow_gptq(weight, hessian, bits, group, options, once)
-    again = Refit(weight, PartedHessian(held, layer.beside()))(layer)[0]
+    again = Refit(weight, PartedHessian(held, layer.group_order()))(layer)[0]
     errors = [
         torch.einsum("nk,kl,nl->n", change, held.double(), change)
         for change in ((weight - layer.dense()).double() for layer in (once, twice, again))

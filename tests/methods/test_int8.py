@@ -111,7 +111,7 @@ def test_an_architecture_without_scalings_is_refused_with_the_way_out(two_blocks
     monkeypatch.setattr(awq_mappings, "MAPPINGS", {})
     monkeypatch.setattr(awq_mappings, "OFFSETS", ())
     monkeypatch.setattr(awq_mappings, "FUSED", ())
-    with pytest.raises(UnsupportedError, match=r"no layer in the blocks of 'llama' can be scaled .*: take --no-smooth"):
+    with pytest.raises(UnsupportedError, match=r"no layer in the blocks of 'llama' can be scaled .*: give --no-smooth"):
         job_for(two_blocks, "int8")
     job_for(two_blocks, "int8", smooth=False)
 

@@ -243,20 +243,20 @@ def test_bits_are_given_by_patterns(two_blocks, tmp_path):
 REFUSED = [
     ("gptq", "auto", {}, "bits auto needs --target-bpw or --target-kld to choose bits by"),
     ("gptq", "4", {"target_bpw": 3.5}, "target_bpw chooses the bits itself: it needs --bits auto, not 4"),
-    ("gptq", "nvfp4", {"target_bpw": 3.5}, "target_bpw = 3.5 is not for nvfp4"),
+    ("gptq", "nvfp4", {"target_bpw": 3.5}, "target_bpw = 3.5 does not apply to nvfp4"),
     ("rtn", "auto", {"target_bpw": 3.5, "target_kld": 0.1}, "target_bpw and target_kld contradict each other"),
-    ("rtn", "auto", {"target_bpw": 2.27, "sym": False}, r"take from 2\.2813 to 8\.375 bits per weight"),
+    ("rtn", "auto", {"target_bpw": 2.27, "sym": False}, r"have from 2\.2813 to 8\.375 bits per weight"),
     ("gptq", "auto", {"target_bpw": 9, "target_bits": (3, 4)}, r"with bits 3, 4 .* from 3\.25 to 4\.25 bits"),
-    ("gptq", "auto", {"target_bpw": 4, "target_bits": (4, 5)}, "target_bits = 4, 5: .* some of 2, 3, 4, 8"),
-    ("awq", "auto", {"target_bpw": 3.5, "format": "awq"}, "the format awq holds codes of 4 bits, not of 2, 3, 8"),
-    ("gptq", "auto", {"target_bpw": 3.5, "format": "gguf"}, "the format gguf holds codes of one number"),
+    ("gptq", "auto", {"target_bpw": 4, "target_bits": (4, 5)}, "target_bits = 4, 5: .* one or more of 2, 3, 4, 8"),
+    ("awq", "auto", {"target_bpw": 3.5, "format": "awq"}, "the format awq holds codes of 4 bits, not 2, 3, 8"),
+    ("gptq", "auto", {"target_bpw": 3.5, "format": "gguf"}, "the format gguf stores codes of one width"),
     ("gptq", "auto", {"target_bpw": 3.5, "layer_bits": {"q": 4}}, "layer_bits and target_bpw cannot both decide"),
-    ("gptq", "auto", {"layer_bits": {"mlp": 4}}, "layer_bits gives model.layers.0.self_attn.q_proj no bits"),
-    ("gptq", "4", {"layer_bits": {"mlp": 5}}, "mlp=5 gives no bits that layers can have: 2, 3, 4, 8"),
-    ("gptq", "4", {"layer_bits": {"mlp(": 8}}, "is no regular expression"),
-    ("gptq", "4", {"layer_bits": {"fc1": 8}}, "the pattern 'fc1' is found in no layer's name"),
-    ("gptq", "4", {"layer_bits": {"proj": 8}}, "leaves no layer with 4 bits. Give --bits auto"),
-    ("gptq", "4", {"layer_bits": {"q_proj": 8}}, "q_proj 8 bits and .*k_proj 4: engines join layers"),
+    ("gptq", "auto", {"layer_bits": {"mlp": 4}}, "layer_bits has no bits for model.layers.0.self_attn.q_proj"),
+    ("gptq", "4", {"layer_bits": {"mlp": 5}}, "mlp=5 gives unknown bits. Layers can have 2, 3, 4, 8"),
+    ("gptq", "4", {"layer_bits": {"mlp(": 8}}, "is not a regular expression"),
+    ("gptq", "4", {"layer_bits": {"fc1": 8}}, "the pattern 'fc1' matches no layer's name"),
+    ("gptq", "4", {"layer_bits": {"proj": 8}}, "so none has 4 bits. Give --bits auto"),
+    ("gptq", "4", {"layer_bits": {"q_proj": 8}}, "q_proj 8 bits and .*k_proj 4: engines fuse layers"),
 ]
 
 
@@ -272,7 +272,7 @@ def test_the_ends_of_what_can_be_reached_are_reached_and_one_number_for_all_is_w
     for target, bits in ((2.25, 2), (8.25, 8)):
         artifact = made(one_block, tmp_path / str(target), "rtn", target_bpw=target)
         assert set(bits_of(artifact).values()) == {bits}
-    with pytest.raises(RecipeError, match=r"target_kld = 1e-12 is out of reach: .* is [\d.e-]+ nats a token or more"):
+    with pytest.raises(RecipeError, match=r"target_kld = 1e-12 is out of reach: .* is [\d.e-]+ nats per token or more"):
         made(one_block, tmp_path / "out", "rtn", target_kld=1e-12)
     assert not (tmp_path / "out").exists()
     chosen = made(one_block, tmp_path / "chosen", "rtn", target_bpw=4.25, target_bits=(4,))

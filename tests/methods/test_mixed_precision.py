@@ -120,11 +120,11 @@ def test_the_recipe_beside_the_file_gives_the_same_file(one_block, tmp_path):
 
 @pytest.mark.parametrize(("bits", "options", "said"), [
     ("auto", {}, "bits auto needs --target-size, --target-bpw or --target-kld"),
-    ("auto", {"target_size": "20KB"}, "MB are asked for. Ask for more"),
-    ("Q4_K_M", {"token_embedding_type": "Q9"}, "token_embedding_type = 'Q9' is no type"),
-    ("Q4_K_M", {"tensor_type": {"attn": "Q4_X"}}, "attn = 'Q4_X' is no type. Did you mean"),
-    ("Q4_K_M", {"tensor_type": {"attn(": "Q4_K"}}, "is no regular expression"),
-    ("Q4_K_M", {"tensor_type": "attn_zz=Q4_K"}, "the pattern 'attn_zz' is found in no tensor's name"),
+    ("auto", {"target_size": "20KB"}, "the target is .* MB. Give a larger"),
+    ("Q4_K_M", {"token_embedding_type": "Q9"}, "token_embedding_type = 'Q9' is not a type"),
+    ("Q4_K_M", {"tensor_type": {"attn": "Q4_X"}}, "attn = 'Q4_X' is not a type. Did you mean"),
+    ("Q4_K_M", {"tensor_type": {"attn(": "Q4_K"}}, "is not a regular expression"),
+    ("Q4_K_M", {"tensor_type": "attn_zz=Q4_K"}, "the pattern 'attn_zz' matches no tensor's name"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_any_work(wide, tmp_path, bits, options, said, monkeypatch):
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured"))
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused_before_any_work(wide, tmp_path, bits, options
 def test_sizes_are_read():
     sizes = {"90MB": 90_000_000, "1.5 GiB": 3 << 29, "800kb": 800_000, "12345": 12345, ".5GB": 500_000_000}
     assert {text: parse_size(text, "size") for text in sizes} == sizes
-    with pytest.raises(RecipeError, match="size = 'ninety' is no size"):
+    with pytest.raises(RecipeError, match="size = 'ninety' is not a size"):
         parse_size("ninety", "size")
 
 

@@ -59,13 +59,13 @@ def test_settings_that_change_nothing_are_taken(values, adapter):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"peft_type": "IA3"}, "of the kind .*IA3.*Only LoRA"),
+        ({"peft_type": "IA3"}, "of the kind .*IA3.*quantkit merges only LoRA"),
         ({"use_qalora": True}, "use_qalora"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
-        ({"r": 8}, r"lora_A' has the shape \(4, 128\), and adapter_config.json says rank 8"),
+        ({"r": 8}, r"lora_A' has the shape \(4, 128\), but adapter_config.json has the rank 8"),
         ({"r": 0}, "r is 0"),
-        ({"rank_pattern": {"q_proj": 2}}, r"q_proj.lora_A' has the shape \(4, 128\), and .* rank 2"),
-        ({"alpha_pattern": {"(": 2}}, "is no regular expression"),
+        ({"rank_pattern": {"q_proj": 2}}, r"q_proj.lora_A' has the shape \(4, 128\), but .* rank 2"),
+        ({"alpha_pattern": {"(": 2}}, "is not a regular expression"),
         ({"target_modules": ["proj"]}, "q_proj.*target_modules"),
         ({"exclude_modules": ["v_proj"]}, "v_proj.*exclude_modules"),
         ({"layers_to_transform": 0}, "layers.1.*layers_to_transform"),
@@ -83,11 +83,11 @@ def test_a_config_that_lies(values, says, adapter):
     ("tensors", "says"),
     [
         ({f"{V}.lora_B.weight": None}, "lacks the tensor .*v_proj.lora_B"),
-        ({"model.norm.weight": torch.tensor([1.0, float("nan")])}, "model.norm.weight' holds 1 NaN"),
-        ({f"{Q}.lora_B.weight": torch.ones(128, 4).index_fill(0, LAST, torch.nan)}, "lora_B.weight' holds 4 NaN"),
+        ({"model.norm.weight": torch.tensor([1.0, float("nan")])}, "model.norm.weight' has 1 NaN"),
+        ({f"{Q}.lora_B.weight": torch.ones(128, 4).index_fill(0, LAST, torch.nan)}, "lora_B.weight' has 4 NaN"),
         ({f"{Q}.lora_A.weight": torch.ones(4, 128, dtype=torch.int32)}, "is stored as I32"),
-        ({f"{Q}.lora_C.weight": torch.ones(4)}, "lora_C.weight' is of no kind"),
-        ({f"{Q}.lora_embedding_A": torch.ones(4, 128)}, "is of a linear layer, and others are of an embedding"),
+        ({f"{Q}.lora_C.weight": torch.ones(4)}, "lora_C.weight' is of a kind"),
+        ({f"{Q}.lora_embedding_A": torch.ones(4, 128)}, "is of a linear layer, but others are of an embedding"),
         ({"lm_head.base_layer.weight": torch.ones(4, 4)}, "belongs to a layer that the adapter does not change"),
     ],
     ids=range(7),
@@ -110,13 +110,13 @@ def test_files_that_are_missing_cut_or_pickled(adapter):
     weights.write_bytes(data[:-5])
     refused(adapter, "truncated")
     weights.unlink()
-    refused(adapter, f"holds no {WEIGHTS}")
+    refused(adapter, f"has no {WEIGHTS}")
     (adapter / "adapter_model.bin").write_bytes(b"\x80\x02")
     refused(adapter, r"only pickled weights \(adapter_model\.bin\)")
     (adapter / "new_embeddings.safetensors").write_bytes(data)
     refused(adapter, "adds rows to the embedding")
     shutil.rmtree(adapter)
-    refused(adapter, "is no folder.*hf download")
+    refused(adapter, "is not a folder.*hf download")
 
 
 def test_links_out_of_the_folder_are_not_followed(adapter, tmp_path):

@@ -191,8 +191,8 @@ def test_experts_that_saw_too_few_tokens_share_what_all_saw(offload_bytes, tmp_p
     mean = sum(group.hessian * count for group, count in zip(down, counts[:2], strict=False)) / sum(counts[:2])
     assert (down[2].hessian - mean).norm() < 0.2 * mean.norm()
     assert [note for note in trial.notes if "experts" in note] == [
-        "2 of 12 experts saw fewer than 128 calibration tokens; they are calibrated on what all experts of their block "
-        "saw. Give more or more varied text"
+        "2 of 12 experts saw fewer than 128 calibration tokens; they are calibrated on the inputs of all experts of "
+        "their block. Give more or more varied text"
     ]
 
 

@@ -182,12 +182,12 @@ def test_layers_that_nothing_can_be_folded_before_are_told_and_counted(architect
     artifact = converted(architecture("nemotron"), tmp_path / "out", "awq", group_size=32, n_grid=2)
     [note] = [note for note in artifact.manifest.notes if "AWQ" in note]
     assert note == (
-        "AWQ scales no inputs of 3 of 18 linear layers, which are rounded as they are, because nothing before them can "
-        "take the inverse: mlp.down_proj"
+        "AWQ scales no inputs of 3 of 18 linear layers, because nothing before them can take the inverse. They "
+        "are only rounded: mlp.down_proj"
     )
 
 
 def test_an_architecture_without_any_is_refused_before_the_work(architecture, monkeypatch):
     monkeypatch.setattr(awq_mappings, "FUSED", ("qkv",))
-    with pytest.raises(UnsupportedError, match="AWQ finds no layer in the blocks of 'olmo' whose inputs could be"):
+    with pytest.raises(UnsupportedError, match="AWQ finds no layer in the blocks of 'olmo' whose inputs it can scale"):
         job_for(architecture("olmo"), "awq")

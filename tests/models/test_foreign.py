@@ -33,7 +33,7 @@ def saved(folder, kind, **settings):
     ("kind", "method", "says"),
     [
         ("xlm", "gptq", "changes hidden states between its blocks"),
-        ("glm_moe_dsa", "gptq", "more of the one before it"),
+        ("glm_moe_dsa", "gptq", "more from the previous block"),
         ("xlm", "awq", "'xlm' is untested, and .* in block 0 .MultiHeadAttention.: RuntimeError: The expanded size"),
     ],
 )

@@ -24,7 +24,7 @@ def case(desc_act=False, bits=3):
 
 
 def refit_scales(target, hessian, layer):
-    return Refit(target, PartedHessian(hessian, layer.beside()))(layer)[0]
+    return Refit(target, PartedHessian(hessian, layer.group_order()))(layer)[0]
 
 
 def output_error(change, hessian):
@@ -83,7 +83,7 @@ def test_slopes_that_are_known_fit_as_those_that_are_not(desc_act, units, monkey
     weight, _, hessian, layer = case(desc_act)
     monkeypatch.setattr(module, "SLAB_ELEMENTS", (ROWS // 2 + 1) * COLUMNS)
     slopes = ((weight - layer.dense()).double() @ hessian.double()).float()
-    refit = Refit(weight, PartedHessian(hessian, layer.beside()))
+    refit = Refit(weight, PartedHessian(hessian, layer.group_order()))
     (got, error), (want, other) = refit(layer, slopes), refit(layer)
     near = 2e-3 if units else 1e-4
     torch.testing.assert_close(got.scales, want.scales, rtol=near, atol=0)

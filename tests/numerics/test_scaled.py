@@ -50,7 +50,7 @@ def test_a_weight_that_is_cut_has_the_same_values():
     for layer in (whole, blocks, round_int8(weight), *(kind.round(weight) for kind in float4)):
         for size in (1, 100, 128, 1000) if layer is blocks else (1, 100, 128, 1000, [7, 293]):
             assert torch.equal(torch.cat([part.dense() for part in layer.split(size)]), layer.dense())
-    with pytest.raises(ValueError, match="row 7 lies inside a block of 128 rows"):
+    with pytest.raises(ValueError, match="row 7 is inside a block of 128 rows"):
         blocks.split([7, 293])
 
 

@@ -82,7 +82,7 @@ def test_values_and_sums_are_those_of_single_codes(scattered):
     values = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     for g in range(COLUMNS // GROUP):
         assert torch.equal(layer.sums(values)[:, g], values[:, layer.g_idx == g].sum(1))
-    order = layer.beside()
+    order = layer.group_order()
     assert (order is None) is not scattered
     if order is not None:
         assert torch.equal(layer.g_idx[order], contiguous_groups(COLUMNS, GROUP))

@@ -108,5 +108,5 @@ def test_a_wrong_key_or_value_is_named(text, says, tmp_path):
 ])  # fmt: skip
 def test_true_is_no_number(record, values, key):
     """To Python it is 1."""
-    with pytest.raises(RecipeError, match=f"here: {key} = .* cannot be used: it is neither a number nor a text"):
+    with pytest.raises(RecipeError, match=f"here: {key} = .* cannot be used: it is neither a number nor a string"):
         parse(record, values, "here")

@@ -110,7 +110,7 @@ def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(made, 
 def test_a_card_that_was_edited_is_left_alone(made):
     path = made.folder / CARD
     path.write_text(path.read_text() + "my own words\n")
-    with pytest.raises(ArtifactError, match="left alone"):
+    with pytest.raises(ArtifactError, match="leaves it unchanged"):
         write_card(made, (SIZED,))
     assert path.read_text().endswith("my own words\n")
 
@@ -136,7 +136,7 @@ def test_an_added_file_is_told_and_one_that_engines_may_load_is_an_error(made):
     (made.folder / ".cache").mkdir()
     (made.folder / ".cache" / "state.json").write_text("{}")
     ended = succeeds("verify", made.folder)
-    assert "note: not in the manifest, and so not checked: .cache/state.json, picture.png\n" in ended.out
+    assert "note: not in the manifest, so not checked: .cache/state.json, picture.png\n" in ended.out
     for name in ("model-extra.safetensors", "modeling.py", "added_tokens.json"):
         (made.folder / name).write_bytes(b"{}")
         with pytest.raises(ArtifactError, match=f"{name} was added after the conversion"):

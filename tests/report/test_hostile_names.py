@@ -57,7 +57,7 @@ def test_a_table_keeps_its_cells_whatever_names_hold():
     table = Table((source, report("y", "gptq", 21.0, 1e6, engine=NAME, model=entry)))
     head, _, *rows = table.to_markdown().split("\n\n")[0].splitlines()
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in (head, *rows)} == {5}
-    ours = "<details><summary>Notes in full</summary>", "</details>"
+    ours = "<details><summary>All notes</summary>", "</details>"
     _, kinds = shown_text("\n".join(line for line in table.to_markdown().splitlines() if line not in ours))
     assert not kinds & {"html_inline", "html_block", "link_open", "image", "code_inline", "em_open", "heading_open"}
     lines = [line for line in table.to_markdown().splitlines() if line.startswith("- ")]

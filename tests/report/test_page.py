@@ -156,7 +156,7 @@ def test_a_text_of_others_is_text_in_the_page(name, content):
     visible = " ".join(visible.split())
     assert [point["label"] for point in data["points"]] == [f"{visible}{i}" for i in range(3)]
     shown = [" ".join(words.split()) for tag, words in reader.texts if tag not in ("script", "style")]
-    for place in (f"{visible}: what was measured", f"{visible}1", visible):
+    for place in (f"{visible}: quantization results", f"{visible}1", visible):
         assert place in shown
     assert sum(visible in words for words in shown) > 20
     assert not {"\x1b", "\u202e", "\u2028"} & set(made)
@@ -267,7 +267,7 @@ def test_a_comparison_becomes_a_page(comparison, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(next(words for words in shown if words.startswith("method: gguf")))
     assert load_recipe(recipe).model_dump(exclude={"out", "device"}) == manifest.recipe.model_dump()
-    assert made.count("Make it") == 2
+    assert made.count("<h4>Convert</h4>") == 2
 
 
 def test_a_manifest_belongs_to_a_report_by_its_digest(comparison, tmp_path):
@@ -283,14 +283,14 @@ def test_a_manifest_belongs_to_a_report_by_its_digest(comparison, tmp_path):
     succeeds("report", copy, "--out", tmp_path / "page.html")
     made = (tmp_path / "page.html").read_text()
     assert made.count("Its manifest is not next to its report") == 2
-    assert "Make it" not in made
+    assert "<h4>Convert</h4>" not in made
     assert "is corrupted" in made
 
 
 def test_what_cannot_be_a_page_is_refused(comparison, tmp_path):
     for given, words in (
-        ((tmp_path,), "holds no table.json"),
-        ((comparison, "--max-size", "1XB"), "--max-size = '1XB' is no size"),
+        ((tmp_path,), "has no table.json"),
+        ((comparison, "--max-size", "1XB"), "--max-size = '1XB' is not a size"),
         ((comparison, "--max-kld", -1), "--max-kld"),
     ):
         done = quantkit("report", *given, "--out", tmp_path / "page.html")

@@ -117,7 +117,7 @@ def test_no_text_of_others_runs(name, tmp_path):
     steps = "[all('#chart a').length, window.hit || 0, all('img, #chart svg').length, all('h1')[0].textContent]"
     found, complaints = opened(tmp_path, without_policy(hostile(name)), steps)
     visible = " ".join(name.replace("\x1b", "\\x1b").split())
-    assert found == [3, 0, 0, f"{visible}: what was measured"]
+    assert found == [3, 0, 0, f"{visible}: quantization results"]
     assert complaints == []
 
 

@@ -36,10 +36,10 @@ MARKDOWN = """\
 - gptq-4: calibrated on 64 sequences.
 - **Bold**: better than every other quantized copy beyond the error of the difference (95 %).
 
-<details><summary>Notes in full</summary>
+<details><summary>All notes</summary>
 
-- Perplexity ± standard error: protocol llama.cpp, 4 windows of 512 tokens, the second half of each counted (1020 \
-targets).
+- Perplexity ± standard error: protocol llama.cpp, 4 windows of 512 tokens, the second half of each scored (1020 \
+tokens).
 - Text: some.txt, sha256 0123456789ab.
 - Hardware: Test CPU, 2 cores, 8 GB.
 - ms/token: batch 1, greedy, median of the repeats after a warm-up.
@@ -80,8 +80,8 @@ UNLIKE = {
 NO_TABLES = {
     "{": "sheet.json",
     "[" * 100_000: "sheet.json",
-    '{"reports": [5]}': "holds no report",
-    '{"parts": [3]}': "no list of tables",
+    '{"reports": [5]}': "has no report",
+    '{"parts": [3]}': "not a list of tables",
     '{"parts": []}': "at least one report",
     '{"parts": [{"machine": "a", "reports": []}]}': "at least one report",
     '{"parts": [{"machine": "a", "reports": [{}]}]}': "sheet.json",
@@ -224,7 +224,7 @@ def test_the_noise_floor_is_the_source_where_that_was_judged_in_bfloat16():
     assert any(floor in note for note in Table((source,)).notes(full=True))
     source = source.model_copy(update={"engine": source.engine.model_copy(update={"dtype": "bfloat16"})})
     [note] = [note for note in Table((source,)).notes(full=True) if "Noise floor" in note]
-    assert f"the source in bfloat16 has a KLD of {source.find('kld').text(5)}; keeping" in note
+    assert f"the source in bfloat16 has a KLD of {source.find('kld').text(5)}; storing" in note
 
 
 def of_model(one, name, **changes):
@@ -275,13 +275,13 @@ def test_notes_of_several_models_name_theirs_and_stand_there_once():
 
 def test_two_files_of_one_name_on_one_machine_are_refused():
     other = GPTQ.model_copy(update={"model": GPTQ.model.model_copy(update={"digest": "other"})})
-    with pytest.raises(ReportError, match="two different files are called gptq-4 on Test CPU"):
+    with pytest.raises(ReportError, match="Test CPU has two different files with the label gptq-4"):
         join_tables([(None, HERE), (None, Table((SOURCE, other)))])
     longer = GPTQ.model_copy(update={"windows": GPTQ.windows.model_copy(update={"windows": 3})})
     with pytest.raises(ReportError, match=r"cannot be in one table: their .* differs"):
         join_tables([(None, HERE), (None, Table((longer,)))])
     notes = join_tables([(None, HERE), ("b", Table((SOURCE, other)))]).notes()
-    assert "tiny, gptq-4: the files on b are others than those on Test CPU." in notes
+    assert "tiny, gptq-4: the files on b differ from those on Test CPU." in notes
 
 
 def test_a_figure_that_machines_do_not_agree_on_is_told():
@@ -347,7 +347,7 @@ def test_what_is_no_table_is_told(tmp_path):
         assert len(ended.err.splitlines()) == 1
     (tmp_path / "sheet.json").write_text(join_tables([(None, HERE), ("the card", THERE)]).to_json())
     for place, told in (
-        (tmp_path, "holds no table.json"),
-        (f"other={tmp_path / 'sheet.json'}", "holds tables of several machines"),
+        (tmp_path, "has no table.json"),
+        (f"other={tmp_path / 'sheet.json'}", "has tables of several machines"),
     ):
         assert told in fails("table", place).err.lower()

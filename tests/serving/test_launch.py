@@ -133,7 +133,7 @@ def test_an_address_that_is_taken_or_not_ours_is_refused(gguf):
         with pytest.raises(OutputError, match="Give another --port"), serving(launch):
             pass
     with (
-        pytest.raises(OutputError, match="cannot be listened on"),
+        pytest.raises(OutputError, match="is not available"),
         serving(plan_server(str(gguf.folder), host="203.0.113.7")),
     ):
         pass
@@ -157,7 +157,7 @@ def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare)
     ({"port": 0}, RecipeError, "port = 0 cannot be used"),
     ({"threads": 0}, RecipeError, "threads = 0 cannot be used"),
     ({"name": "--trust-remote-code"}, RecipeError, "begins with a dash"),
-    ({"python": "a\x1bb"}, RecipeError, "cannot be printed"),
+    ({"python": "a\x1bb"}, RecipeError, "is unprintable"),
     ({"engine": "vlm"}, RecipeError, "Did you mean 'vllm'"),
     ({"engine": "vllm"}, UnsupportedError, "transformers' formats only"),
 ])  # fmt: skip

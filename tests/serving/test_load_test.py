@@ -107,7 +107,7 @@ def test_a_rate_above_what_the_server_can_waits_and_says_so():
         report = put(server.url, request_rate=100.0, concurrency=2, requests=10)
     assert server.max_in_flight == report.find("max_in_flight").value == 2
     assert report.counts == {OK: 10}
-    assert any("found 2 others open and waited" in note for note in report.notes)
+    assert any("waited since 2 were open" in note for note in report.notes)
     # 10 answers of 0.2 s, two at a time: the wait of the last ones counts.
     assert report.find("latency_ms").details["p99"] > 600
 
@@ -132,7 +132,7 @@ def test_a_server_without_counts_is_told():
         report = put(server.url, requests=2)
     assert report.find("tokens_per_answer").value == 4
     assert report.find("total_tokens_per_second") is None
-    assert any("each piece of text counts as one" in note for note in report.notes)
+    assert any("each chunk of text counts as one" in note for note in report.notes)
 
 
 def test_the_figures_by_hand():
@@ -192,7 +192,7 @@ def test_the_command(tmp_path):
         fails("bench", "--endpoint", server.url, "--model", "tiny", "--requests", 2)  # nothing was answered
     done = quantkit("bench", "demo", "--concurrency", 4)
     assert done.code == 2
-    assert "--concurrency is for a server" in done.err
+    assert "--concurrency is for servers" in done.err
 
 
 @pytest.mark.parametrize("url", [

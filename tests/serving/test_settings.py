@@ -105,7 +105,7 @@ def test_after_each_failure_in_a_row_a_caller_rests_longer(monkeypatch):
 
 @pytest.mark.parametrize("settings", [{"concurrency": 3}, {"request_rate": 100.0}])
 def test_as_many_requests_are_sent_as_asked(settings):
-    """Seven are no multiple of what goes at once; the prompts are taken in turn."""
+    """Seven are not a multiple of what goes at once; the prompts are taken in turn."""
     with faulty(good, pause=0.001) as server:
         report = put(server.url, requests=7, **settings)
     assert report.counts == {OK: 7}

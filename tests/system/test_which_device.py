@@ -101,7 +101,7 @@ def test_what_does_not_fit_into_a_gpu_is_computed_block_by_block_or_refused(tiny
     free(need - 1)
     walked = settled()
     assert (walked.engine.walk, walked.engine.device) == (True, "card")
-    assert "of memory on card for all of it" in walked.notes[-1]
+    assert "of memory on card, and" in walked.notes[-1]
     free(1_000_000)
     with pytest.raises(ResourceError, match="of memory on card"):
         settled()
@@ -109,7 +109,7 @@ def test_what_does_not_fit_into_a_gpu_is_computed_block_by_block_or_refused(tiny
     assert check(job, tmp_path / "out").forecast.on_device == 0
     with pretended_device():
         job = prepare_job(str(tiny), "gptq", calibration={**CALIBRATION, "sequences": 64, "length": 64})
-        with pytest.raises(ResourceError, match=r"memory on card for .* 1\.0 MB are free.*--device cpu"):
+        with pytest.raises(ResourceError, match=r"memory on card for .* only 1\.0 MB are free.*--device cpu"):
             check(job, tmp_path / "out")
         free(1 << 33)
         plenty = check(job, tmp_path / "out")

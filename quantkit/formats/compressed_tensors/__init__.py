@@ -1,6 +1,6 @@
 """compressed-tensors, vLLM's own format: grouped integer codes (packed.py), scaled 8-bit and 4-bit values (scaled.py).
 
-Format: https://github.com/vllm-project/compressed-tensors, version 0.20. In a source with several groups of layers the
+Format: https://github.com/vllm-project/compressed-tensors, version 0.20. In a source with several groups of layers, the
 types and shapes of a layer's tensors show its group.
 """
 
@@ -29,7 +29,7 @@ from quantkit.models.source import Source
 from quantkit.models.unfuse import expert_of
 from quantkit.records.artifact import Artifact
 
-# By transformers 5.23 with compressed-tensors 0.20: its weights become bfloat16 whatever the model computes in.
+# transformers 5.23 with compressed-tensors 0.20 always makes its weights bfloat16.
 ONLY_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 MISREAD_EXPERTS = ("int-quantized", "nvfp4-pack-quantized")
 
@@ -37,7 +37,7 @@ MISREAD_EXPERTS = ("int-quantized", "nvfp4-pack-quantized")
 def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
     if layout.values != "codes":
         return scaled.check(source, skeleton, layout)
-    refuse_unfound_layers(source, skeleton, " Take the format gptq.")
+    refuse_unfound_layers(source, skeleton, " Use --format gptq.")
     return grouped.check(PACKING, source, skeleton, layout)
 
 
@@ -73,12 +73,12 @@ def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _refuse_misread(artifact: Artifact, dtype: str | None, _device: str) -> None:
-    """Raise EngineError for what transformers would compute wrongly or not at all."""
+    """Raise EngineError if transformers would compute the artifact wrongly or not at all."""
     kind = quantization_of(artifact.folder).get("format")
     if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
         raise EngineError(
-            f"{artifact.folder}: compressed-tensors makes bfloat16 of {kind}, and the engine transformers cannot "
-            f"compute it in {dtype}. Leave --dtype out, or evaluate with --engine reference."
+            f"{artifact.folder}: compressed-tensors turns {kind} into bfloat16, so the engine transformers cannot "
+            f"compute it in {dtype}. Leave --dtype out, or give --engine reference."
         )
     if kind in MISREAD_EXPERTS:
         names = StoredTensors(artifact.folder, artifact.manifest.weight_files).names()

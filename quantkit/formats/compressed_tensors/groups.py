@@ -1,7 +1,7 @@
 """The groups of layers in compressed-tensors' `quantization_config`.
 
-A group names its layers by names, expressions or classes. No foreign expression is run: a layer's tensors show its
-group, too.
+A group lists its layers by names, expressions or classes. quantkit runs no expressions of others: a layer's tensors
+show its group, too.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 
 METHOD = "compressed-tensors"
-CLASS = "Linear"  # of the modules that a group is for, where it names no single ones
-MIXED = "mixed-precision"  # the format where each group names its own
+CLASS = "Linear"  # class of a group's modules if it names no layers
+MIXED = "mixed-precision"  # a format in which each group names its own format
 MOST_GROUPS = 64
 Group = Mapping[str, Any]
 
 
 def groups_of(stored: Mapping[str, Any]) -> list[Group]:
-    """Return the groups of layers; none if one of them is no mapping."""
+    """Return the groups of layers; none if one of them is not a mapping."""
     groups = stored.get("config_groups")
     found = list(groups.values()) if isinstance(groups, dict) else []
     return found if all(isinstance(group, dict) for group in found) else []
 
 
 def one_by_one(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Split a `quantization_config` into one for each of its groups."""
+    """Split a `quantization_config` into one per group."""
     groups = stored.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return [stored]
@@ -62,11 +62,11 @@ def quantization(form: str, groups: list[dict[str, Any]], untouched: Untouched, 
 
 
 def refuse_unfound_layers(source: Source, skeleton: Skeleton, instead: str = "") -> None:
-    """Raise UnsupportedError for layers that are no plain `Linear`, which readers do not replace."""
+    """Raise UnsupportedError for layers that are not plain `Linear` layers; readers do not replace others."""
     for name, origin in skeleton.origins.items():
         if origin.transposed:
             raise UnsupportedError(
-                f"the architecture {source.architecture!r} has no linear layer where {name} is, and readers of "
+                f"the architecture {source.architecture!r} has no linear layer at {name}, but readers of "
                 f"{METHOD} look for one.{instead}"
             )
     for name, layer in skeleton.linears_of(0).items():

@@ -2,8 +2,8 @@
 
 Per linear layer with weight (N, K) and bits b: `weight_packed` int32 [N, ceil(K*b/32)], each row one little-endian bit
 string of codes; `weight_scale` float16 [N, G]; `weight_shape` int64 [2]; with zero points `weight_zero_point` int32
-[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), so it is ours. `weight_g_idx` int32 [K]
-of former versions is read and not written.
+[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), as ours is. `weight_g_idx` int32 [K]
+of older versions is read but not written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_SIDE = 1 << 31  # rows or columns of a layer
 
 
 class _CompressedPacking(GroupedPacking):
-    """Rows of codes as bit strings; the last word of a row may have room left."""
+    """Packs rows of codes as bit strings; the last word of a row may be partly empty."""
 
     name = METHOD
     bits = (2, 3, 4, 8)
@@ -71,19 +71,19 @@ class _CompressedPacking(GroupedPacking):
         return super().join(pieces) | {SHAPE: torch.tensor([rows, int(pieces[0][SHAPE][1])])}
 
     def size(self, layer: StoredLayer, _bits: int) -> tuple[int, int, int]:
-        """Take rows and columns from `weight_shape`: the words do not tell the number of columns."""
+        """Take rows and columns from `weight_shape`: the words do not show the number of columns."""
         name = layer.stem + SHAPE
         if layer.shape(SHAPE) != (2,) or layer.dtype(SHAPE) != "int64":
-            raise ArtifactError(f"{name} is no pair of int64. {AGAIN}")
+            raise ArtifactError(f"{name} is not a pair of int64. {AGAIN}")
         rows, columns = layer.read([SHAPE])[SHAPE].tolist()
         if not (0 < rows < MOST_SIDE and 0 < columns < MOST_SIDE):
             raise ArtifactError(f"{name} says {rows} x {columns}. {AGAIN}")
         return rows, columns, layer.matrix(SCALES)[1]
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """Make one group of all linear layers but the `untouched`, or groups of names if their bits differ.
+        """Make one group of all linear layers except `untouched`, or groups of names if bits differ.
 
-        vLLM would find the class of a joined layer, such as QKVParallelLinear, before the names of its parts.
+        Not by class: vLLM would match a fused layer's class, such as QKVParallelLinear, before its parts' names.
         """
         whole_row = layout.group_size == -1
         weights = {
@@ -105,15 +105,15 @@ class _CompressedPacking(GroupedPacking):
         return quantization(KIND, groups, untouched, layout.head_bits is not None)
 
     def head_bits(self, _layout: Layout) -> tuple[int, ...]:
-        """Those that vLLM loads."""
+        """Return the bits that vLLM loads."""
         return 4, 8
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read the first group of layers; others differ from it in their bits alone."""
+        """Read the first group of layers; other groups differ only in bits."""
         weights = (groups_of(quantization) or [{}])[0].get("weights")
         if quantization.get("format") != KIND or not isinstance(weights, dict) or weights.get("type") != "int":
             raise ArtifactError(
-                f"quantization_config is no {METHOD} of one group of integer codes in the format {KIND}, but "
+                f"quantization_config is not {METHOD} with one group of integer codes in the format {KIND}, but "
                 f"{shown(quantization.get('format'))}. {AGAIN}"
             )
         size = weights.get("group_size")
@@ -121,7 +121,7 @@ class _CompressedPacking(GroupedPacking):
             "bits": weights.get("num_bits"),
             "group_size": -1 if size is None and weights.get("strategy") == "channel" else size,
             "sym": weights.get("symmetric"),
-            "desc_act": weights.get("actorder") == "group",  # of former versions
+            "desc_act": weights.get("actorder") == "group",  # of older versions
         }
 
     def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
@@ -132,7 +132,7 @@ class _CompressedPacking(GroupedPacking):
             return _named_bits(first, [first, *others])
         if [group.get("targets") for group in others] != [[HEAD]]:
             raise ArtifactError(
-                f"quantization_config has {1 + len(others)} groups, and the second one is not that of the module "
+                f"quantization_config has {1 + len(others)} groups, and the second one is not for the module "
                 f"{HEAD}. {AGAIN}"
             )
         return {**_named_bits(first, others), OTHERS: self.settings(quantization)["bits"]}
@@ -149,7 +149,7 @@ def _named_bits(first: Group, groups: list[Group]) -> dict[str, int]:
             raise ArtifactError(f"quantization_config has groups of layers that differ in more than bits. {AGAIN}")
         for name in targets:
             if not isinstance(name, str) or named.setdefault(name, bits) != bits:
-                raise ArtifactError(f"quantization_config: {shown(name)} is no name of a layer of {bits} bits. {AGAIN}")
+                raise ArtifactError(f"quantization_config: {shown(name)} does not name a layer of {bits} bits. {AGAIN}")
     return named
 
 
@@ -162,7 +162,7 @@ def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
         return {}
     reasons, settings = {}, PACKING.settings(stored)
     if settings.get("bits") not in (4, 8):
-        reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
+        reasons["vllm"] = "vLLM loads only weights of 4 and 8 bits in this format"
     if not settings.get("sym"):
         reasons["transformers"] = f"transformers does not load packed zero points with {METHOD} 0.20; vLLM does"
     return reasons

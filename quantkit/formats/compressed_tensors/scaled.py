@@ -1,4 +1,4 @@
-"""Layers of 8-bit integers, 8-bit floats and 4-bit floats, with scales of rows, blocks or groups.
+"""Layers of 8-bit integers, 8-bit floats and 4-bit floats, with a scale per row, block or group.
 
 Per linear layer with weight (N, K):
 
@@ -8,7 +8,7 @@ Per linear layer with weight (N, K):
   float8_e4m3fn [N, K/16]; `weight_global_scale` float32 [1], by which scales are divided
 - `mxfp4-pack-quantized`: `weight_packed` likewise; `weight_scale` uint8 [N, K/32], exponents of E8M0
 
-All else is bfloat16, as the scales of 8-bit values are: the package's presets W8A8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16
+Other tensors and the scales of 8-bit values are bfloat16: the package's presets W8A8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16
 and MXFP4A16. One scale for a whole tensor and other rounding of inputs are read, too.
 """
 
@@ -44,17 +44,17 @@ from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import shown
 
 SCALE, DIVISOR, PACKED, ZEROS = "weight_scale", "weight_global_scale", "weight_packed", "weight_zero_point"
-# What other tools store beside a layer, and what is not needed for its values.
+# Parts that other tools add to a layer, and that its values do not need.
 BESIDE = ("input_scale", "input_zero_point", "input_global_scale", ZEROS, "weight_shape")
-NAIVE = "naive-quantized"  # the format whose values only the type tells
+NAIVE = "naive-quantized"  # in this format, only the type shows the kind of values
 MOST_BLOCK = 1 << 24  # rows or columns
-KERNEL_STEP = 16  # rows and columns of 8-bit layers that vLLM multiplies on a GPU
+KERNEL_STEP = 16  # vLLM's GPU kernels need 8-bit layers in multiples of this
 NO_EXPONENT = 255  # E8M0's NaN
 
 
 @dataclass(frozen=True)
 class ValueType:
-    """What config.json and the tensors say of values. `columns` share a scale (None: any number)."""
+    """How config.json and the tensors describe values. `columns` share a scale (None: any number)."""
 
     format: str
     type: str
@@ -92,7 +92,7 @@ class Scheme:
 
     @property
     def inputs(self) -> InputRounding | None:
-        """How engines round what flows into a layer that we wrote."""
+        """Return how engines round the inputs of a layer that quantkit wrote."""
         return InputRounding(self.values, self.block[1] or None) if self.kind.bits == 8 else None
 
     @property
@@ -105,7 +105,7 @@ class Scheme:
         return self.block[0] or rows, self.block[1] or columns
 
     def group(self) -> dict[str, Any]:
-        """The group of layers in config.json, as the package writes it."""
+        """Return the group of layers for config.json, as the package writes it."""
         kind, columns = self.kind, self.block[1]
         common = {"num_bits": kind.bits, "type": kind.type, "symmetric": True}
         weights: dict[str, Any] = {**common, "dynamic": False, "group_size": kind.columns}
@@ -148,21 +148,21 @@ def is_scaled(stored: Mapping[str, Any]) -> bool:
 
 
 def scheme_of(stored: Mapping[str, Any], own: bool = False) -> Scheme:
-    """Return the scheme of a `quantization_config`, which we wrote if it is our `own`; raise ArtifactError."""
+    """Return the scheme of a `quantization_config`, `own`: quantkit wrote it; raise ArtifactError."""
     name, groups = stored.get("format"), groups_of(stored)
     weights = groups[0].get("weights") if len(groups) == 1 else None
     if not isinstance(weights, dict):
-        raise ArtifactError(f"quantization_config is no {METHOD} of one group of layers with weights. {AGAIN}")
+        raise ArtifactError(f"quantization_config is not {METHOD} with one group of layers with weights. {AGAIN}")
     own_types = [FORMATS[name]] if isinstance(name, str) and name in FORMATS else ["int8", "float8"] * (name == NAIVE)
     said = (weights.get("type"), weights.get("num_bits"))
     values = next((values for values in own_types if (VALUES[values].type, VALUES[values].bits) == said), None)
     strategy = weights.get("strategy")
     if values is None or weights.get("symmetric") is not True or strategy not in VALUES[values].strategies:
-        told = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "group_size")}
-        raise ArtifactError(f"quantization_config: {METHOD} of the format {shown(name)} with {shown(told)} is not read")
+        given = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "group_size")}
+        raise ArtifactError(f"quantization_config: quantkit does not read {METHOD} {shown(name)} with {shown(given)}")
     scheme = Scheme(values, _block(weights, VALUES[values].columns))
     if own and groups[0] != scheme.group():
-        raise ArtifactError(f"quantization_config: its group of layers is not the one of {scheme.words}. {AGAIN}")
+        raise ArtifactError(f"quantization_config: its group of layers does not describe {scheme.words}. {AGAIN}")
     return scheme
 
 
@@ -177,7 +177,7 @@ def _block(weights: Mapping[str, Any], right: int | None) -> tuple[int, int]:
         or not all(type(size) is int and 0 < size < MOST_BLOCK for size in sizes)
         or (right is not None and sizes[1] != right)
     ):
-        raise ArtifactError(f"quantization_config: {shown(sizes)} are no rows and columns that share a scale. {AGAIN}")
+        raise ArtifactError(f"quantization_config: {shown(sizes)} is not a valid block or group size. {AGAIN}")
     return sizes[0], sizes[1]
 
 
@@ -244,7 +244,7 @@ class ScaledPacking(Packing[ScaledWeight]):
                     f"{layer.folder}: {layer.stem + part} is {dtype}, not {' or '.join(sorted(known))}. {AGAIN}"
                 )
         scales = layer.shape(SCALE)
-        flat = len(scales) < 2 and 1 in grid  # (N,) for (N, 1); the package spreads (1, N) over columns
+        flat = len(scales) < 2 and 1 in grid  # (N,) for (N, 1); the package broadcasts (1, N) over columns
         loose = not self._own and (flat or grid == (1, 1)) and math.prod(scales) == math.prod(grid)
         divisor = layer.shape(DIVISOR) if DIVISOR in types else (1,)
         if (
@@ -263,13 +263,13 @@ class ScaledPacking(Packing[ScaledWeight]):
         factors, wrong = weight.factors(), None
         zeros = layer.read([ZEROS] if ZEROS in self.parts else [])
         if weight.scales.dtype == torch.uint8 and bool((weight.scales == NO_EXPONENT).any()):
-            wrong = "has scales that are no numbers"
+            wrong = "has scales that are NaN"
         elif not bool(factors.isfinite().all()) or (self._own and not bool((factors > 0).all())):
             wrong = "has scales that are not finite" + (", or not above 0" if self._own else "")
         elif weight.values.dtype == torch.float8_e4m3fn and not bool(weight.steps().isfinite().all()):
-            wrong = "has values that are no numbers"
+            wrong = "has values that are NaN"
         elif zeros and bool((zeros[ZEROS].to(torch.float32) != 0).any()):
-            wrong = "has zero points, and config.json says that it is symmetric"
+            wrong = "has zero points, but config.json says that it is symmetric"
         if wrong is not None:
             raise ArtifactError(f"{layer.folder}: the layer {layer.name} {wrong}. {AGAIN}")
         return weight
@@ -285,9 +285,9 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]
     columns = scheme.block[1]
     for name, (_, k) in linears.items():
         if columns and k % columns:
-            how = " Take granularity channel." if layout.values == "float8" else ""
+            how = " Use --granularity channel." if layout.values == "float8" else ""
             raise UnsupportedError(
-                f"{name} has {k} input columns, no multiple of {columns}, which share a scale in "
+                f"{name} has {k} input columns, not a multiple of {columns}, which share a scale in "
                 f"{scheme.kind.format}.{how}"
             )
     quantized = sum(n * k for n, k in linears.values())
@@ -300,14 +300,15 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]
 def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]:
     for name, (n, k) in linears.items():
         if n % KERNEL_STEP or k % KERNEL_STEP:
-            return (f"vLLM on a GPU would refuse this artifact: {name} is {n} x {k}, no multiples of {KERNEL_STEP}",)
+            return (f"vLLM on a GPU would refuse this artifact: {name} is {n} x {k}, not multiples of {KERNEL_STEP}",)
         if n % rows:
-            return (f"vLLM would refuse to compute {name} and its neighbours as one: {n} rows are no blocks of {rows}",)
+            what = f"{n} rows are not whole blocks of {rows}"
+            return (f"vLLM would refuse to compute {name} and its neighbours as one layer: {what}",)
     return ()
 
 
 def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
-    """Open a writer, which writes the whole checkpoint on success."""
+    """Open a writer that writes the whole checkpoint on success."""
     packing = ScaledPacking(_scheme_for(layout))
     settings = _quantization(packing.key, untouched(source, skeleton))
     return write_layers(packing, source, skeleton, run, layout, settings)

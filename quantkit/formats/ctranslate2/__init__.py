@@ -36,7 +36,7 @@ def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> Tenso
     model, tokens = open_ct2_model(folder / files[0]), len(read_vocabulary(folder / "vocabulary.json"))
     rows = next((v.shape[0] for name, v in model.variables.items() if name in EMBEDDINGS and v.shape), tokens)
     if rows != tokens:
-        raise ArtifactError(f"{folder / 'vocabulary.json'} has {tokens} tokens, and the model {rows} rows. {AGAIN}")
+        raise ArtifactError(f"{folder / 'vocabulary.json'} has {tokens} tokens, but the model has {rows} rows. {AGAIN}")
     return SourceTensors(model, open_config(config))
 
 
@@ -53,7 +53,7 @@ def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     plain = next((kind for kind in ("float16", "bfloat16", "float32") if kind in types), "")
     if "int8" not in types:
         return {"bits": ("int16",) if "int16" in types else (plain,)}
-    return {"bits": ("int8", f"int8_{plain}")}  # int8 alone keeps the source's own type beside the codes
+    return {"bits": ("int8", f"int8_{plain}")}  # plain int8 stores other values in the source's type
 
 
 FORMAT = Format(

@@ -1,4 +1,4 @@
-"""CTranslate2's architectures: which it computes exactly (measured with 4.8.5 and transformers 5.23), and their names.
+"""CTranslate2's names of architectures, and which it computes exactly (measured: 4.8.5, transformers 5.23).
 
 `SourceTensors` undoes what CTranslate2's TransformersConverter does (python/ctranslate2/converters/transformers.py of
 https://github.com/OpenNMT/CTranslate2): fused queries, keys and values, heads in another order, transposed weights.
@@ -19,7 +19,7 @@ from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import AGAIN, Ct2Model
 from quantkit.system.untrusted import reraise_as
 
-# rows of the fused weight (rows, ...) and the transformers configuration -> {module name: rows of the source}
+# (rows of the fused weight, transformers configuration) -> {module name: rows of the source}
 Unfuse = Callable[[np.ndarray, Any], dict[str, np.ndarray]]
 
 LEAVES = {"weight": "weight", "gamma": "weight", "beta": "bias", "bias": "bias", "encodings": "weight"}
@@ -29,7 +29,7 @@ OPT_POSITION_OFFSET = 2
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family keeps its modules: `whole` are outer ones, `parts` those of a layer, both by scope."""
+    """Names of a family's modules by scope: `whole` outside the layers, `parts` inside a layer."""
 
     layers: str
     whole: dict[str, str]
@@ -57,7 +57,7 @@ def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     heads, rotary = config.num_attention_heads, config.rotary_dim
     for name in ("attn.q_proj", "attn.k_proj"):
         rows = parts[name].reshape(heads, -1, fused.shape[1]).copy()
-        # CTranslate2 rotates halves, GPT-J neighbours: its first `rotary` rows of a head are (2, rotary / 2).
+        # CTranslate2 rotates halves, GPT-J neighbours: CTranslate2's first `rotary` rows of a head are (2, rotary / 2).
         halves = rows[:, :rotary].reshape(heads, 2, rotary // 2, -1)
         rows[:, :rotary] = halves.swapaxes(1, 2).reshape(heads, rotary, -1)
         parts[name] = rows.reshape(parts[name].shape)
@@ -65,7 +65,7 @@ def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
 
 
 def _grouped_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    """Bloom's and Falcon's fused weights have each key head's queries, keys and values side by side."""
+    """Split Bloom's and Falcon's fused weights: each key head's queries, keys and values are adjacent."""
     kv_heads = heads = config.num_attention_heads
     if config.model_type == "falcon":
         kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
@@ -158,26 +158,26 @@ FAMILIES: dict[str, Family] = {
     "falcon": replace(_BLOOM, parts=_BLOOM.parts | _FALCON_NORMS),
 }
 
-# Why an architecture is refused. FAMILIES has the exact ones.
+# Reasons to refuse an architecture. FAMILIES has the exact ones.
 NO_LOADER = "CTranslate2's converter has no loader for it"
 RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
-UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
+UNPROVEN = "it was not measured whether CTranslate2 computes it exactly"
 REFUSED = {
     **dict.fromkeys(("codegen", "gemma4", "gemma4_unified", "gemma4_unified_text"), UNPROVEN),
     "gemma2": "CTranslate2 leaves out its soft-capping, so every answer would be a little wrong",
     "phi": RENAMED,
     "phi3": RENAMED,
     "gpt_neox": RENAMED,
-    "gemma4_text": RENAMED,  # a head's size and key heads, which are of each block now
+    "gemma4_text": RENAMED,  # head size and number of key heads, which are per block now
 }
 
 EXACT_ROPE = ("default", "linear")
 GEMMA_ROPE_THETA = 10_000.0
-# The converter takes these of Gemma 3 for granted: it does not find them in a configuration of transformers 5.
+# Settings of Gemma 3 that the converter assumes: it does not find them in a configuration of transformers 5.
 GEMMA3_ROPE_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 HEAD_DIM_NOT_EXPORTED = ("llama", "qwen2")
 SILU_ONLY = ("llama", "mistral", "qwen2", "qwen3")
-# A window shorter than the text is an error in CTranslate2; a shorter one than this would stop ordinary use.
+# A window shorter than the text is an error in CTranslate2; windows below this would break ordinary use.
 SHORTEST_WINDOW = 2048
 
 
@@ -212,7 +212,7 @@ def refusal(settings: Any) -> str | None:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return f"partial_rotary_factor {rope['partial_rotary_factor']} is not exported"
     if kind in SILU_ONLY and settings.hidden_act != "silu":
-        return f"CTranslate2 computes silu where config.json asks for {settings.hidden_act!r}"
+        return f"CTranslate2 computes silu, but config.json asks for {settings.hidden_act!r}"
     head_dim = getattr(settings, "head_dim", None)
     if kind in HEAD_DIM_NOT_EXPORTED and head_dim and head_dim * settings.num_attention_heads != settings.hidden_size:
         return f"CTranslate2 does not export head_dim {head_dim}, which is not hidden_size / num_attention_heads"
@@ -223,7 +223,7 @@ def refusal(settings: Any) -> str | None:
             ("attention_bias", settings.attention_bias, False),
         ):
             if value != fixed:
-                return f"CTranslate2 exports {name} {fixed} for Gemma, and config.json has {value}"
+                return f"CTranslate2 exports {name} {fixed} for Gemma, but config.json has {value}"
     if kind == "falcon" and settings.new_decoder_architecture and settings.multi_query:
         return "CTranslate2's converter takes Falcon's new architecture only with multi_query false"
     return _window_refusal(settings)
@@ -235,7 +235,7 @@ def _window_refusal(settings: Any) -> str | None:
         return None
     used = settings.model_type.startswith("qwen") and getattr(settings, "use_sliding_window", False)
     short = _short_window(window, settings.max_position_embeddings)
-    return short or ("CTranslate2 leaves its sliding window out" if used else None)
+    return short or ("CTranslate2 ignores its sliding window" if used else None)
 
 
 def _short_window(window: int, longest: int) -> str | None:
@@ -254,9 +254,9 @@ def _gemma3_refusal(settings: Any) -> str | None:
 
 
 class SourceTensors:
-    """The weights of a CTranslate2 model by the source's names and in its shapes, float32, without a tied output layer.
+    """The float32 weights of a CTranslate2 model with the source's names and shapes, without a tied output layer.
 
-    Raises UnsupportedError for an unknown architecture, ArtifactError for a variable without a place.
+    Raises UnsupportedError for an unknown architecture, ArtifactError for an unexpected variable.
     """
 
     def __init__(self, model: Ct2Model, config: Any) -> None:
@@ -268,7 +268,7 @@ class SourceTensors:
             )
         self._model, self._family, self._config = model, family, config
         self._variables: dict[str, str] = {}
-        self._plain: set[str] = set()  # tensors that a variable holds alone, row by row
+        self._plain: set[str] = set()  # tensors that are alone in their variable, with unchanged rows
         self._opened: tuple[str, dict[str, np.ndarray]] = ("", {})
         for variable in sorted([*model.variables, *model.aliases]):
             shape = model.shape(variable)
@@ -276,7 +276,7 @@ class SourceTensors:
                 continue  # settings (numbers of heads, rotary base, ...) and scales of codes
             if variable == "decoder/projection/weight" and config.tie_word_embeddings:
                 continue
-            # Which tensors a variable holds does not depend on its columns: one is enough to ask.
+            # The tensors in a variable do not depend on its columns, so one column is enough to find them.
             one_column = np.zeros((shape[0], *(1 for _ in shape[1:])), np.float32)
             for name, part in self._tensors_in(variable, one_column).items():
                 if name in self._variables:
@@ -298,8 +298,8 @@ class SourceTensors:
             raise ArtifactError(f"{self._model.path} lacks the tensor {name}. {AGAIN}")
         if name in self._plain:
             return Rows(self._model.shape(variable), partial(self._model.values, variable))
-        if self._opened[0] != variable:  # a fused variable is asked for several times in a row
-            self._opened = ("", {})  # two of them are not in memory
+        if self._opened[0] != variable:  # a fused variable is read several times in a row
+            self._opened = ("", {})  # never hold two of them
             self._opened = (variable, self._tensors_in(variable, self._model.values(variable)))
         return rows_of_array(self._opened[1][name])
 
@@ -314,7 +314,7 @@ class SourceTensors:
         if part in names and leaf in LEAVES:
             modules = {names[part]: values}
         elif part == "self_attention/linear_0" and leaf in LEAVES:
-            what = f"{self._model.path}: the variable {variable} does not fit the heads of the source's config.json"
+            what = f"{self._model.path}: the variable {variable} does not fit the source's number of heads"
             with reraise_as(what, ArtifactError, AGAIN):
                 modules = family.unfuse(values, self._config)
         else:

@@ -1,7 +1,7 @@
 """Write a model folder with CTranslate2's own converter, with one block in memory at a time.
 
 The converter loads a whole model, and its `ModelSpec.save` holds all tensors twice. Here it gets the model without its
-blocks, then each block alone, in the order of a `model.bin`. Its own code quantizes each variable, some rows at a time,
+blocks, then each block alone, in the order of a `model.bin`. Its own code quantizes each variable some rows at a time,
 so that the bytes are the same.
 """
 
@@ -29,8 +29,8 @@ from quantkit.models.source import Source
 from quantkit.system.files import temporary_folder
 from quantkit.system.progress import Progress
 
-SLAB = 1 << 22  # values that are quantized at a time
-MOST_BYTES = (1 << 32) - 1  # of a variable: its size is stored in 32 bits
+SLAB = 1 << 22  # values quantized at a time
+MOST_BYTES = (1 << 32) - 1  # bytes of a variable; its size is stored in 32 bits
 Values = torch.Tensor | np.ndarray
 
 
@@ -49,17 +49,17 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
     model = _Model(source)
 
     class Unread(TransformersConverter):
-        """One that loads no weights by itself."""
+        """A converter that loads no weights itself."""
 
         def load_model(self, _class: Any, _path: str, **_settings: Any) -> Any:
             return model.outside()
 
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    # The converter collects garbage after each block: 8.7 s of 10 for the demo model's 30, if everything is looked at.
+    # The converter collects garbage after each block: 8.7 of 10 s for the demo model's 30 blocks without the freeze.
     gc.freeze()
     try:
-        with temporary_folder() as place:  # where it finds config.json and the tokenizer
+        with temporary_folder() as place:  # a folder with config.json and the tokenizer
             (place / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
             source.copy_side_files(place)
             spec = Unread(str(place))._load()
@@ -70,7 +70,7 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
             spec.save(str(folder))
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
-            f"CTranslate2's converter cannot take {source.model} ({source.architecture}): {reason_of(error)}"
+            f"CTranslate2's converter cannot convert {source.model} ({source.architecture}): {reason_of(error)}"
         ) from error
     finally:
         gc.unfreeze()
@@ -111,7 +111,7 @@ class _Model:
             set_parameter(module, name, self._source.tensor(stored).to(self._dtype))
 
     def variables(self, spec: Any) -> Iterator[tuple[str, Any, bool]]:
-        """Yield those of a model.bin in order: name, variable, and whether its codes have scales."""
+        """Yield a model.bin's variables in order: name, variable, and whether its codes have scales."""
         outer = dict(spec.variables())
         blocks = {f"decoder/layer_{index}/": index for index in range(len(self._blocks))}
         for name in sorted(outer | blocks):
@@ -126,7 +126,7 @@ class _Model:
         self._take([index])
         self._read(self._blocks[index], f"{self._path}.{index}.")
         layer = _MODEL_LOADERS[type(self._model.config).__name__].get_model_spec(self._model).decoder.layer[0]
-        self._blocks[index] = nn.Identity()  # the specification has its weights
+        self._blocks[index] = nn.Identity()  # the specification has its weights now
         self._take([])
         layer.validate()
         for name, variable in layer.variables(ordered=True):
@@ -141,7 +141,7 @@ def _has_scales(spec: Any, name: str) -> bool:
 
 
 def _fix_settings(folder: Path, tokenizer: Any) -> None:
-    """Fix two faults of the converter: null for a missing special token, tokens moved over unused ids."""
+    """Fix two faults of the converter: null for a missing special token, and tokens shifted by unused ids."""
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     fixed = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
@@ -201,20 +201,20 @@ def _digest(value: Values) -> bytes:
 
 
 def _write_variable(path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool) -> int:
-    """Write one variable as the engine's code quantizes it, and the scales of its codes; return how many these are."""
+    """Write one variable as the engine's code quantizes it, and its scales; return the number of variables written."""
     if not value.shape:
         _write_array(file, name, np.asarray(value))
         return 1
     scales: list[np.ndarray] = []
-    # The scale of int16 is that of a whole tensor, all else of rows or of single values.
+    # int16 has one scale per tensor; other types have one per row, or none.
     for number, slab in enumerate(_slabs(value, len(value) if has_scales and kind == "int16" else None)):
         codes, scale = _converted(slab, kind, has_scales)
         if not number:
             nbytes = codes.num_bytes() // len(slab) * len(value)
             if nbytes > MOST_BYTES:
                 raise UnsupportedError(
-                    f"{path}: the variable {name} would have {nbytes:,} bytes as {codes.dtype}, and CTranslate2's "
-                    f"format has room for {MOST_BYTES:,}. Take a smaller type, such as int8."
+                    f"{path}: the variable {name} would have {nbytes:,} bytes as {codes.dtype}, but CTranslate2's "
+                    f"format allows {MOST_BYTES:,}. Use a smaller type, such as int8."
                 )
             file.write(_head(name, tuple(value.shape), codes.dtype, nbytes))
         file.write(codes.to_bytes())
@@ -231,14 +231,14 @@ def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarr
     from ctranslate2.specs.common_spec import LayerNormSpec, LinearSpec
     from ctranslate2.specs.model_spec import OPTIONAL, NumpyVariable, PyTorchVariable
 
-    # It multiplies float32 where it lies, and a tied tensor is converted again.
+    # The engine multiplies float32 in place, and a tied tensor is converted twice: copy.
     variable = PyTorchVariable(slab.clone()) if isinstance(slab, torch.Tensor) else NumpyVariable(slab.copy())
     if not has_scales:
         plain = LayerNormSpec(rms_norm=True)
         plain.gamma = variable
         plain.optimize(quantization=kind)
         return plain.gamma, None
-    layer = LinearSpec()  # the engine quantizes what has a scale beside it
+    layer = LinearSpec()  # the engine quantizes variables that have a scale
     layer.weight = variable
     layer.optimize(quantization=kind)
     scale = layer.weight_scale
@@ -254,5 +254,5 @@ def _head(name: str, shape: tuple[int, ...], dtype: str, nbytes: int) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    # The engine's own code counts characters; its names are ASCII.
+    # The engine's own code counts characters, not bytes; its names are ASCII.
     return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"

@@ -9,7 +9,7 @@ Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
     uint32 count of aliases, each: string alias; string name of the variable
     string: uint16 length with the final NUL; UTF-8 bytes; NUL
 
-Codes have a second variable, `NAME_scale`, float32 of each row (int8) or of the tensor (int16): value = code / scale.
+Codes have a second variable, `NAME_scale`, float32 per row (int8) or per tensor (int16): value = code / scale.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
 BITS_OF = {"bfloat16": "uint16"}
 LARGEST_RANK = 8
 AGAIN = "Convert again with --force."
-TOKENS = ("bos_token", "eos_token", "unk_token")  # settings that have to be there
-# What the engine takes of some settings.
+TOKENS = ("bos_token", "eos_token", "unk_token")  # required settings
+# Allowed values of some settings.
 SETTINGS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(TOKENS, (str,)),
     "layer_norm_epsilon": (int, float, type(None)),
@@ -47,7 +47,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Variable:
-    """Where one variable is in the file."""
+    """The place of one variable in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -81,10 +81,10 @@ class Ct2Model:
             row = nbytes // shape[0]
             shape = (min(shape[0] if stop is None else stop, shape[0]) - start, *shape[1:])
             first, nbytes = first + start * row, shape[0] * row
-        # Not mapped: that would count against a limit of this process's addresses.
+        # Not mapped, since mapped bytes count against a limit of the process's address space.
         part = np.fromfile(self.path, np.uint8, nbytes, offset=first)
         if len(part) < nbytes:
-            raise ArtifactError(f"{self.path} is truncated: the variable {name} is not all there. {AGAIN}")
+            raise ArtifactError(f"{self.path} is truncated inside the variable {name}. {AGAIN}")
         return part.view(kind).reshape(shape)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -112,7 +112,7 @@ def read_vocabulary(path: Path) -> list[str]:
     """Return the tokens of a vocabulary.json by id; raise ArtifactError."""
     tokens = read_json(path, ArtifactError, AGAIN)
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
-        raise ArtifactError(f"{path} is no list of tokens. {AGAIN}")
+        raise ArtifactError(f"{path} is not a list of tokens. {AGAIN}")
     return tokens
 
 
@@ -124,7 +124,7 @@ def refuse_settings(path: Path) -> None:
         if not isinstance(value, known) or (isinstance(value, bool) and bool not in known):
             raise ArtifactError(f"{path}: {name} is {shown(value)}, which the engine cannot read. {AGAIN}")
         if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
-            raise ArtifactError(f"{path}: {name} is {shown(value)}, which is beyond what the engine can read. {AGAIN}")
+            raise ArtifactError(f"{path}: {name} is {shown(value)}, which is too large for the engine. {AGAIN}")
 
 
 class _Cursor:

@@ -1,6 +1,6 @@
 """GGUF: the files of llama.cpp (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-Weights are byte for byte those of llama.cpp's own converter (to BF16) and `llama_model_quantize`. Not supported: TQ
+Weights equal those of llama.cpp's converter (to BF16) and `llama_model_quantize` byte for byte. Not supported: TQ
 types, architectures that `architectures/known.py` does not list.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
 
 USAGE = """
-llama.cpp, and what is built on it:
+llama.cpp, and tools built on it:
 
 ```bash
 llama-cli -m FOLDER/{file} -p "Hello"

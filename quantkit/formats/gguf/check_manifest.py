@@ -1,4 +1,4 @@
-"""A GGUF file held against the recipe and the config.json that it was made from, without torch."""
+"""Compare a GGUF file with its recipe and its source's config.json, without torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, SUPPRESSED, read_vo
 from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import shown
 
-ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
+ANY_TYPE = "F16"  # of a plan that is only used for its list of tensors
 ROWS = ".vocab_size"
 GROUPED = {"Q4_0": "4", "Q8_0": "8", "MXFP4_MOE": "mxfp4"}  # bits of methods that make codes
-CHOSEN = "auto"  # bits of a file whose types were chosen; it calls itself by the mix of its main type
+CHOSEN = "auto"  # bits of a file with chosen types; its file type is the mix of its main type
 
 
-# The value types of keys that programs look at, as llama.cpp asks for them; a list has its items' type, too.
+# Value types that llama.cpp requires for keys; a list also has its items' type.
 KINDS = {
     **dict.fromkeys(("general.architecture", "general.type", "general.name", "general.size_label"), (STRING,)),
     **dict.fromkeys(("general.file_type", "general.quantization_version", "general.alignment"), (UINT32,)),
@@ -44,7 +44,7 @@ NEEDED = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens
 
 
 def _as_source(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path | None = None) -> Checkpoint:
-    """Return a source of these tensors, for a plan; none is read."""
+    """Return a source of these tensors for a plan, without reading them."""
     tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
     return Checkpoint(folder or Path(), "the file", None, config, tensors)
 
@@ -54,7 +54,7 @@ def _of_its_config() -> Iterator[None]:
     try:
         yield
     except (SourceError, UnsupportedError) as error:
-        raise ArtifactError(f"the file does not hold the model of its source's config.json: {error}") from None
+        raise ArtifactError(f"the file does not match its source's config.json: {error}") from None
 
 
 def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -64,7 +64,7 @@ def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
-    """Raise ArtifactError if the architecture's keys are not those that are written for that config.json."""
+    """Raise ArtifactError if the architecture's keys differ from those that config.json gives."""
     header, tensors = headers[0], [tensor for each in headers for tensor in each.tensors]
     with _of_its_config():
         source = _as_source(config, {tensor.name: tensor.shape for tensor in tensors})
@@ -76,11 +76,11 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
         floats = isinstance(one, float) and header.kinds[key] != (FLOAT32,)
         if key in header.unusual or floats or not _same(one, other):
             raise ArtifactError(
-                f"{header.path}: the key {key} is {shown(one)}, and its source's config.json gives {shown(other)}"
+                f"{header.path}: the key {key} is {shown(one)}, but its source's config.json gives {shown(other)}"
             )
     rows = [tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight"]
     if rows and header.keys.get(f"{name}{ROWS}", rows[0]) != rows[0]:
-        raise ArtifactError(f"{header.path}: {name}{ROWS} is not the {rows[0]:,} rows of token_embd.weight")
+        raise ArtifactError(f"{header.path}: {name}{ROWS} is not {rows[0]:,}, the rows of token_embd.weight")
 
 
 def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
@@ -90,7 +90,7 @@ def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
         source = _as_source(dict(artifact.manifest.source.config), {}, artifact.folder)
         written = read_vocabulary(source, len(tokens) if isinstance(tokens, list) else 0).keys
     except (SourceError, UnsupportedError, ValueError) as error:
-        raise ArtifactError(f"{header.path} cannot be held against the tokenizer beside it: {error}") from None
+        raise ArtifactError(f"{header.path} cannot be compared with the tokenizer next to it: {error}") from None
     found = {key: value for key, value in header.keys.items() if key.startswith(KEYS)}
     for key in (*written, *found):
         if key not in found or key not in written or not _same(found[key], written[key]):
@@ -98,7 +98,7 @@ def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
 
 
 def _refuse_kinds(header: Header) -> None:
-    """Raise ArtifactError for missing keys, and for value types that llama.cpp does not take."""
+    """Raise ArtifactError for missing keys, and for value types that llama.cpp rejects."""
     for key in NEEDED:
         if key not in header.keys:
             raise ArtifactError(f"{header.path} lacks the key {key}")
@@ -120,7 +120,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """Return what the file's keys say of the recipe; raise ArtifactError for keys of another model."""
+    """Return the recipe's options that the file's keys record; raise ArtifactError for keys of another model."""
     import gguf
 
     headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])
@@ -132,6 +132,6 @@ def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     names = {kind.value: kind.name.removeprefix("MOSTLY_").replace("ALL_F32", "F32") for kind in gguf.LlamaFileType}
     name = names.get(number) if isinstance(number, int) else None
     return {
-        "bits": tuple(told for told in (name, GROUPED.get(str(name)), CHOSEN) if told is not None),
+        "bits": tuple(bits for bits in (name, GROUPED.get(str(name)), CHOSEN) if bits is not None),
         "vocab_only": (not any(header.tensors for header in headers),),
     }

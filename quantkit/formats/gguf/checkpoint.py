@@ -1,8 +1,8 @@
 """A GGUF file as a source: tensors dequantized by ggml, in transformers' names and row order.
 
-transformers reads config.json from the file's keys, some only in part: a checkpoint with a wrong rope or without biases
-would load and compute something else. So a file written from the checkpoint must have the same keys. The tokenizer
-that transformers rebuilds from the file must give llama.cpp's ids, or the source's own has to be given.
+transformers reads some of a file's keys only in part: a checkpoint with a wrong rope or without biases would load and
+compute something else. So a file written from the checkpoint must have the same keys. The tokenizer that transformers
+rebuilds from the file must give llama.cpp's ids; otherwise the user has to give the source's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quantkit.models.source import Source
 from quantkit.system.files import temporary_folder
 from quantkit.system.untrusted import read_object, reraise_as, shown
 
-# Settings that transformers leaves out for some architectures. llama.cpp scales queries by the head's size.
+# Settings that transformers does not read for some architectures. llama.cpp scales queries by the head's size.
 LEFT_OUT = {
     "head_dim": "attention.key_length",
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -48,9 +48,9 @@ GIVE_CONFIG = "Give the source's config.json with --config, an option of `quantk
 SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
 SAMPLE = 20_000  # characters of the bundled articles
 FLOAT_TYPES = {"F32", "F16", "BF16"}
-# What llama.cpp takes where a file says nothing.
+# llama.cpp's defaults for missing keys.
 SILENT: Mapping[str, Any] = {"rope.freq_base": 10000.0, "rope.freq_base_swa": 10000.0, "attention.sliding_window": 0}
-# Keys that say nothing of what is computed, or nothing that others do not.
+# Keys that do not affect the computation, or repeat other keys.
 IDLE = ("vocab_size", "rope.scaling.finetuned")
 CLOSE = 1e-6  # relative; files hold float32
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's names and transformers'
@@ -75,20 +75,20 @@ class GgufCheckpoint(Source):
             name: TensorInfo(path.name, "F32", shape, 0, 4 * math.prod(shape)) for name, shape in shapes.items()
         }
         self.config = _given(config) if config is not None else _from_keys(path, keys, shapes)
-        # A file with a head of its own may have rounded it otherwise than the embedding.
+        # A separate head in the file may be rounded differently from the embedding.
         row = KNOWN.get(self.config["model_type"])
         self.config["tie_word_embeddings"] = (row.head if row else "") not in shapes
-        self.config |= row.multiplied if row else {}  # a file has them in its weights
-        self.config |= {ROWS: shapes[TABLE][0]} if TABLE in shapes else {}  # and as many rows as tokens
+        self.config |= row.multiplied if row else {}  # they are multiplied into a file's weights
+        self.config |= {ROWS: shapes[TABLE][0]} if TABLE in shapes else {}  # the vocabulary size is the table's rows
         self.whole_config = self.config
         try:
             with reraise_as(f"{path} cannot be read as a checkpoint", ArtifactError, GIVE_CONFIG):
                 _refuse_other_meaning(self, keys, rope_divisors(path))
         except (SourceError, UnsupportedError) as error:
             raise UnsupportedError(
-                f"{path} as a checkpoint would compute something else: {str(error).rstrip('.')}. {GIVE_CONFIG}"
+                f"{path} would compute something else as a checkpoint: {str(error).rstrip('.')}. {GIVE_CONFIG}"
             ) from None
-        self.tokenizer()  # refuses
+        self.tokenizer()  # refuses an unusable tokenizer
 
     @property
     def name(self) -> str:
@@ -133,7 +133,7 @@ def _given(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _keys_alone(path: Path, keys: Mapping[str, Any], tokenizer: bool) -> Iterator[Path]:
-    """Write these keys into a file without tensors, for transformers to read."""
+    """Yield a file with these keys and no tensors, for transformers to read."""
     import gguf
 
     kinds = gguf.GGUFValueType
@@ -153,7 +153,7 @@ def _keys_alone(path: Path, keys: Mapping[str, Any], tokenizer: bool) -> Iterato
 
 
 def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return what transformers reads from the file's keys, and what only its tensors show."""
+    """Return the config.json that transformers reads from the keys, with settings that only tensors show."""
     from transformers import AutoConfig
 
     with (
@@ -176,12 +176,12 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
 
 
 def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
-    """Return the tokenizer that transformers rebuilds from the file, if it gives llama.cpp's ids."""
+    """Return the tokenizer that transformers rebuilds from the file, after checking that it gives llama.cpp's ids."""
     from transformers import AutoTokenizer
 
-    fix = "Make a checkpoint of it with `quantkit import` and the folder of the source's tokenizer (--tokenizer)."
+    fix = "Import it with `quantkit import --tokenizer FOLDER`, the source's tokenizer."
     if find_spec("llama_cpp") is None:
-        raise DependencyError(f"the tokenizer in {path} is proven by llama-cpp-python, which is missing. {fix}")
+        raise DependencyError(f"checking the tokenizer in {path} needs llama-cpp-python, which is missing. {fix}")
     what = f"{path}: transformers cannot rebuild its tokenizer"
     text = PROBE + SPACES + sample_text("calibration").content[:SAMPLE]
     with reraise_as(what, UnsupportedError, fix), _keys_alone(path, keys, tokenizer=True) as alone:
@@ -204,17 +204,17 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
 
 
 def _own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a file's own architecture, without its name in front."""
+    """Return the keys of a file's architecture, without its prefix."""
     prefix = f"{keys['general.architecture']}."
     return {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
 
 
 def _refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if the checkpoint is not what a file of these keys and rope divisors computes."""
+    """Raise UnsupportedError if the checkpoint differs from what these keys and rope divisors compute."""
     plan = make_plan(source, "F32")
     name = plan.architecture.name
     if name != keys["general.architecture"]:
-        raise UnsupportedError(f"its config.json is of the architecture {name}")
+        raise UnsupportedError(f"its config.json has the architecture {name}")
     given, meant, heads = _own_keys(keys), plan.shape.keys, plan.shape.heads
     head = plan.shape.hidden // heads.query
     silent = {**SILENT, ROTATED: heads.size, KEY_HEADS: heads.query, KEY_LENGTH: head, VALUE_LENGTH: head, EXPERTS: 0}

@@ -1,7 +1,7 @@
-"""Which tensor gets which type: the mixes behind names such as Q4_K_M.
+"""Choose each tensor's type: the mixes behind names such as Q4_K_M.
 
 The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36); tests compare
-them with that library. Types given for single tensors come first. Not here: TQ types, Q4_0 .. Q5_1 as file types.
+them with that library. Types given for some tensors take precedence. Not here: TQ types, Q4_0 .. Q5_1 as file types.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from quantkit.formats.gguf.ggml.library import block_type
 
-# Types that no importance changes.
+# Types whose rounding ignores importance.
 UNWEIGHTED = ("Q8_0", "F16", "BF16", "F32")
 MIXES = ("Q2_K_S", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K")
 NARROW_IQ = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")  # have rules of their own
 IQ_MIXES = (*NARROW_IQ, "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "IQ4_XS", "IQ4_NL")
-# The type that a file type gives to tensors without a rule of their own; "auto": to those for which none is chosen.
+# The type that a file type gives to tensors without a rule; "auto": to tensors without a chosen type.
 DEFAULT = {mix: mix[:4] for mix in MIXES} | {mix: mix for mix in IQ_MIXES} | {kind: kind for kind in UNWEIGHTED}
 DEFAULT |= {"IQ2_S": "IQ2_XS", "IQ2_M": "IQ2_S", "IQ3_XS": "IQ3_S", "IQ3_M": "IQ3_S", "auto": "Q6_K"}
 # llama.cpp makes them only with an importance matrix.
@@ -29,7 +29,7 @@ TENSOR_TYPES = (
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS",
     "Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", *UNWEIGHTED,
 )  # fmt: skip
-# The type that stands in where a row is no whole number of 256-value blocks.
+# Fallback types for rows that are not a multiple of 256 values.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 FALLBACK |= {kind: "IQ4_NL" for kind in TENSOR_TYPES if kind.startswith("IQ") and kind != "IQ4_NL"}
 NARROWEST = "F16"
@@ -38,25 +38,25 @@ FLOAT_PARTS = (
     *(f"ssm_conv1d{part}.weight" for part in ("", "_q", "_k", "_v")), "shortconv.conv.weight",
     "altup_correct_coef.weight", "altup_predict_coef.weight", "indexer.q_proj.weight", "indexer.k_proj.weight",
 )  # fmt: skip
-# What llama.cpp leaves in the type of the file that it quantizes, which it makes in BF16.
+# Tensors that llama.cpp leaves in the input file's type, which is BF16.
 HALF_PARTS = ("altup", "laurel", "per_layer_model_proj")
 FALCON = "falcon"  # has rules of its own
-# Tensors that are counted together.
+# Tensors that the rules count together.
 VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 DOWN = ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight")
 GATE = ("ffn_gate.weight", "ffn_gate_exps.weight", "ffn_gate_shexp.weight", "ffn_gate_up_exps.weight")
 UP = ("ffn_up.weight", "ffn_up_exps.weight", "ffn_up_shexp.weight")
 OUTPUT, EMBEDDING, PER_LAYER = "output.weight", "token_embd.weight", "per_layer_token_embd.weight"
-TABLES = (EMBEDDING, PER_LAYER)  # with a row for each token; of both the type is that of a tied head
-# By file type, what an embedding of its own and the output of the attention of a dense model take.
+TABLES = (EMBEDDING, PER_LAYER)  # with a row per token; both have the type of a tied head
+# By file type: types of an untied embedding, and of a dense model's attention output.
 EMBEDDINGS = dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K")
 EMBEDDINGS |= dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S")
-# What values take, where four heads share them, and in how many first blocks they take Q5_K.
+# Type of values that four heads share, and the number of first blocks with Q5_K.
 VALUES_OF = {"Q2_K": "Q3_K", "IQ3_M": "Q4_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}
 SHARED_VALUES = dict.fromkeys(("Q2_K", "Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"), "Q4_K")
 SHARED_VALUES |= {"IQ4_XS": "Q5_K", "IQ4_NL": "Q5_K"}
 FIRST_VALUES = {"Q3_K_M": 2, "Q4_K_S": 4}
-# What the last matrices of the feed-forward layers take, and those of the first eighth of the blocks.
+# Types of the down projections, and of those in the first eighth of the blocks.
 DOWN_OF = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}
 FIRST_DOWN = {"Q2_K_S": "Q4_K", "Q4_K_S": "Q5_K", "IQ3_M": "Q4_K", "IQ4_XS": "Q5_K", "IQ4_NL": "Q5_K"}
 ATTENTION_OUTPUTS = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K"}
@@ -64,25 +64,25 @@ ATTENTION_OUTPUTS = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XX
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """What the rules depend on. `experts` is 0 if dense; `weighted`: there is an importance."""
+    """The counts that the rules depend on. `experts` is 0 if dense; `weighted`: there is an importance matrix."""
 
     blocks: int
     heads: int
     kv_heads: int
     experts: int = 0
     name: str = "llama"
-    values: int = 0  # of blocks with values of an attention
+    values: int = 0  # number of blocks with attention values
     weighted: bool = False
 
     @property
     def sharing(self) -> int:
-        """Query heads per key-value head in the first block; 0 if it has no attention."""
+        """Return the query heads per key-value head in the first block; 0 without attention."""
         return self.heads // self.kv_heads if self.kv_heads else 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The type of a tensor, and the type that was meant before the row length was known."""
+    """The type of a tensor, and the type intended regardless of its row length."""
 
     type: str
     intended: str
@@ -105,7 +105,7 @@ def block_of(name: str) -> int:
 
 
 def given_type(name: str, types: Mapping[str, str]) -> str | None:
-    """Return the given type of a tensor: that of the last pattern that equals its name or is found in it."""
+    """Return the given type of a tensor: the last pattern that equals its name or is found in it wins."""
     matching = [kind for pattern, kind in types.items() if pattern == name or re.search(pattern, name)]
     return matching[-1] if matching else None
 
@@ -142,7 +142,7 @@ def choose_types(
 
 
 def fitting(intended: str, columns: int) -> str:
-    """Return `intended`, or its fallback if `columns` is no whole number of its blocks."""
+    """Return `intended`, or its fallback if `columns` is not a whole number of its blocks."""
     for name in (intended, FALLBACK.get(intended, NARROWEST)):
         if columns % block_type(name).block == 0:
             return name
@@ -186,7 +186,7 @@ def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: b
 
 
 def _narrow_iq(kind: str, i: int, file_type: str, default: str, model: ModelCounts) -> str:
-    """Of the file types of 1 and 2 bits: a few tensors take a wider type."""
+    """Return the type in 1-bit and 2-bit file types, which give a few tensors a wider type."""
     wider = "IQ3_S" if file_type in ("IQ2_S", "IQ2_M") else "Q2_K"
     if kind in VALUES:
         return "Q4_K" if model.sharing >= 4 or model.experts >= 4 else wider
@@ -202,7 +202,7 @@ def _narrow_iq(kind: str, i: int, file_type: str, default: str, model: ModelCoun
 
 
 def _more(i: int, n: int) -> bool:
-    """The first and the last eighth of the blocks, and every third between, get more bits."""
+    """Return whether block i of n gets more bits: the first and last eighth, and every third between."""
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
@@ -244,7 +244,7 @@ def _down_of_falcon(i: int, file_type: str, default: str, model: ModelCounts) ->
 
 
 def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:
-    """Say how many tensors have rows that do not fit the type that was meant."""
+    """Return notes on tensors whose rows do not fit their intended type."""
     changes = Counter((c.intended, c.type) for c in chosen.values() if c.type != c.intended)
     counts: dict[int, list[str]] = {}
     totals: Counter[int] = Counter()
@@ -253,6 +253,7 @@ def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:
         counts.setdefault(width, []).append(f"{count} {intended} -> {kind}")
         totals[width] += count
     return [
-        f"{totals[width]} of {len(chosen)} tensors have rows that are no multiple of {width}: {', '.join(pairs)}"
+        f"wider types for {totals[width]} of {len(chosen)} tensors, whose rows are not a multiple of {width}: "
+        f"{', '.join(pairs)}"
         for width, pairs in sorted(counts.items())
     ]

@@ -1,4 +1,4 @@
-"""Grouped codes as GGUF blocks: symmetric groups of 4 or 8 bits are Q4_0 or Q8_0, MXFP4 is MXFP4.
+"""Grouped codes as GGUF blocks: symmetric 4-bit groups become Q4_0, 8-bit groups Q8_0, and MXFP4 stays MXFP4.
 
 A block of Q4_0 is 32 values (q - 8) * d, one of Q8_0 is 32 values q * d, with d float16. A group of codes c of b bits
 with the scale s has the values (c - 2^(b-1)) * s; so q = c for Q4_0, q = c - 128 for Q8_0, and d = s, repeated in each
@@ -26,24 +26,24 @@ from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight, cont
 
 TYPES = {4: "Q4_0", 8: "Q8_0"}
 FLOATS = "MXFP4"
-BLOCK = 32  # values of a block, in all of them
-OTHERS = "F16"  # of embedding and head
+BLOCK = 32  # values of a block, in all three types
+OTHERS = "F16"  # type of embedding and head
 
 
 def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
-    """Refuse what no block of these types holds, and models that llama.cpp does not know."""
+    """Refuse codes that these blocks cannot hold, and models that llama.cpp lacks."""
     if layout.values not in ("codes", "mxfp4"):
-        raise RecipeError(f"the format gguf holds no {layout.values} with scales. Take the format compressed-tensors.")
+        raise RecipeError(f"the format gguf cannot store {layout.values} with scales. Use --format compressed-tensors.")
     if len(layout.every_bits) > 1:
         raise RecipeError(
-            "the format gguf holds codes of one number of bits: take compressed-tensors, or --method gguf --bits auto"
+            "the format gguf stores codes of one width: use --format compressed-tensors, or --method gguf --bits auto"
         )
     if layout.bits not in TYPES:
-        raise RecipeError(f"the format gguf holds grouped codes of 4 bits (Q4_0) and 8 bits (Q8_0), not {layout.bits}")
+        raise RecipeError(f"the format gguf stores grouped codes of 4 bits (Q4_0) and 8 bits (Q8_0), not {layout.bits}")
     if not layout.symmetric:
         raise RecipeError("the blocks of Q4_0 and Q8_0 have no zero points: the codes must be symmetric (--sym)")
     if layout.column_order:
-        raise RecipeError("the format gguf cannot say which columns form a group: leave desc_act out")
+        raise RecipeError("the format gguf cannot store an order of columns: leave desc_act out")
     refuse_shapes(source, skeleton)
     refuse_head("gguf", (), source, skeleton, layout)
     linears = linears_to_quantize(source, skeleton)
@@ -53,20 +53,20 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]
         group = columns if group_size == -1 else int(group_size)
         if group % BLOCK:
             raise UnsupportedError(
-                f"{type_of(layout)} has a scale for {BLOCK} columns, and {name} one for {group}: give a group_size "
+                f"{type_of(layout)} has a scale per {BLOCK} columns, but {name} one per {group}: give a group_size "
                 f"that is a multiple of {BLOCK}"
             )
     file = _plan(source, skeleton, layout)
     straight = {part for tensor in file.plan.tensors if tensor.columns is None for part in tensor.parts}
     if other := sorted(linears.keys() - straight):
         raise UnsupportedError(
-            f"{source.model}: a GGUF file has the columns of {other[0]} in another order or turned, and these codes "
-            "cannot follow. Use --method gguf."
+            f"{source.model}: a GGUF file has the columns of {other[0]} reordered or transposed, and these codes "
+            "cannot be reordered. Use --method gguf."
         )
     notes = (*file.vocabulary.algorithm.notes, f"the blocks of the file are {file.file_type}, the rest {OTHERS}")
     return Checked(
         replace(layout, group_size=group_size),
-        2 * file.plan.tensor_bytes + file.metadata_bytes,  # packed rows stay until the file is proven
+        2 * file.plan.tensor_bytes + file.metadata_bytes,  # packed rows stay until the file is checked
         {"group_size": group_size},
         notes,
     )
@@ -90,7 +90,7 @@ class _Writer(TensorWriter):
 
     layout: Layout
     skeleton: Skeleton
-    floats: Collection[str]  # names of what the file has in float32
+    floats: Collection[str]  # names of tensors that the file has in float32
 
     def add(self, name: str, value: Written) -> None:
         if isinstance(value, GroupedWeight):
@@ -148,7 +148,7 @@ def pack(weight: GroupedWeight) -> torch.Tensor:
 
 
 def unpack(stored: torch.Tensor, bits: int, group_size: int) -> GroupedWeight:
-    """Invert `pack`, with a scale for each `group_size` columns (-1: for the row)."""
+    """Invert `pack`, with a scale per `group_size` columns (-1: per row)."""
     width = 2 + (BLOCK // 2 if bits == 4 else BLOCK)
     blocks = stored.reshape(len(stored), -1, width)
     scales, values = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]

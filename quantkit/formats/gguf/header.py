@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its keys, and the place of each tensor.
+"""Read the header of a GGUF file: its keys, and the place of each tensor.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Numbers are checked
-against the file's size and limits far beyond every published file. What ggml refuses (ggml/src/gguf.cpp) is refused:
-duplicate names, lists in lists, tensors that do not follow one another.
+against the file's size and against limits far above published files. As in ggml (ggml/src/gguf.cpp), refused are:
+duplicate names, nested lists, and gaps between tensors.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from quantkit.system.untrusted import reraise_as, shown
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-# Value types by number: struct's letter, and the two that have none.
+# Value types by number: struct's letter, and the two types without one.
 LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 UINT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 2, 4, 5, 6, 7, 8, 9
 MAX_DIMENSIONS = 4
 MOST_KEYS = 1 << 16
 MOST_TENSORS = 1 << 17
-MOST_ITEMS = 1 << 22  # of all lists together; a tokenizer of 262,144 tokens has 1.4 million
+MOST_ITEMS = 1 << 22  # in all lists together; a tokenizer of 262,144 tokens has 1.4 million
 LONGEST_STRING = 1 << 24  # bytes
 LONGEST_NAME = 1 << 12  # bytes of a key or a tensor's name
 LARGEST = 1 << 28  # bytes of a header
 FIX = "Convert or fetch it again."
-SHOWN_ITEMS = 3  # of a list among the keys, to people
+SHOWN_ITEMS = 3  # of a list that are printed
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Stored:
 
     @property
     def rows(self) -> int:
-        """Number of rows, of all matrices together."""
+        """Return the number of rows of all matrices together."""
         return math.prod(self.shape[:-1])
 
 
 @dataclass(frozen=True)
 class Share:
-    """All tensors of one type together."""
+    """The totals of all tensors of one type."""
 
     tensors: int
     weights: int
@@ -71,11 +71,11 @@ class Header:
     path: Path
     keys: dict[str, Any]
     tensors: tuple[Stored, ...]
-    kinds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # a key's value type; a list has its items', too
+    kinds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # a key's value type; a list's items' type, too
 
     @property
     def unusual(self) -> tuple[str, ...]:
-        """Keys of whole numbers that are not uint32."""
+        """Return the integer keys that are not uint32."""
         return tuple(key for key, value in self.keys.items() if type(value) is int and self.kinds[key] != (UINT32,))
 
     @property
@@ -84,12 +84,12 @@ class Header:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole file, as an artifact's manifest has it."""
+        """Return bits per weight of the whole file, as in an artifact's manifest."""
         return bits_per_weight(self.path.stat().st_size, self.weights)
 
     @property
     def tensor_bits_per_weight(self) -> float:
-        """Of its tensors without keys and tokenizer, which llama.cpp calls BPW."""
+        """Return bits per weight of the tensors, without keys and tokenizer: llama.cpp's BPW."""
         return bits_per_weight(sum(t.nbytes for t in self.tensors), self.weights)
 
     def shares(self) -> dict[str, Share]:
@@ -110,7 +110,7 @@ class Header:
         }
 
     def count(self, key: str, least: int, most: int, default: int | None = None) -> int:
-        """Return the whole number at `key`; raise ArtifactError for another kind, one out of range, or none."""
+        """Return the whole number at `key`; raise ArtifactError if it is missing, of another kind or out of range."""
         value = self.keys.get(key, default)
         if value is None:
             raise ArtifactError(f"{self.path} lacks the key {key}")
@@ -121,7 +121,7 @@ class Header:
         return value
 
     def text(self, key: str) -> str:
-        """Return the text at `key`; raise ArtifactError for another kind, or none."""
+        """Return the text at `key`; raise ArtifactError if it is missing or of another kind."""
         value = self.keys.get(key)
         if value is None:
             raise ArtifactError(f"{self.path} lacks the key {key}")
@@ -131,13 +131,13 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of `path`; raise ArtifactError for no GGUF file, or one that is cut short."""
-    with reraise_as(f"{path} is no GGUF file that can be read", ArtifactError, FIX), path.open("rb") as file:
+    """Read the header of `path`; raise ArtifactError for a truncated file, or one that is not GGUF."""
+    with reraise_as(f"{path} is not a readable GGUF file", ArtifactError, FIX), path.open("rb") as file:
         return _Parser(file, path).header()
 
 
 class _Parser:
-    """Parses a header within its limits; raises ValueError and what struct raises."""
+    """Parses a header within its limits; raises ValueError and struct.error."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -162,16 +162,16 @@ class _Parser:
             kinds[key], values[key] = self._value(kind)
         infos = [self._info() for _ in range(tensors)]
         if len({name for name, *_ in infos}) < len(infos):
-            raise ValueError("the name of a tensor comes twice")
+            raise ValueError("two tensors have the same name")
         alignment = values.get("general.alignment", ALIGNMENT)
         if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment.bit_count() != 1:
-            raise ValueError(f"the alignment {shown(alignment)}, which is no power of two")
+            raise ValueError(f"the alignment {shown(alignment)}, which is not a power of two")
         start = end = _padded(self._at, alignment)
         stored = []
         for name, kind, shape, offset in infos:
             nbytes = self._bytes_of(name, kind, shape)
             if start + offset != end:
-                raise ValueError(f"the tensor {name} lies at {offset:,}, and the one before ends at {end - start:,}")
+                raise ValueError(f"the tensor {name} is at {offset:,}, but the previous one ends at {end - start:,}")
             if end + nbytes > self._size:
                 raise ArtifactError(f"{self._path} ends inside the tensor {name}. {FIX}")
             stored.append(Stored(name, kind, shape, end, nbytes))
@@ -218,7 +218,7 @@ class _Parser:
     def _name(self) -> str:
         name = self._string(LONGEST_NAME)
         if not name or not name.isprintable():
-            raise ValueError(f"the name {shown(name)}, which cannot be printed or is empty")
+            raise ValueError(f"the name {shown(name)} is empty or unprintable")
         return name
 
     def _string(self, most: int) -> str:
@@ -249,7 +249,7 @@ def _padded(place: int, alignment: int) -> int:
 
 
 def contents_of(path: Path) -> Header:
-    """Read the header of a GGUF file, or of the only one in a folder, with long lists cut; raise ArtifactError."""
+    """Read the header of a GGUF file, or of the only one in a folder, with long lists cut; raises ArtifactError."""
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) != 1:
         raise ArtifactError(f"{path} holds {len(files)} GGUF files. Give one file.")

@@ -1,4 +1,4 @@
-"""A model's numbers from config.json, as the keys of its file tell them.
+"""Convert config.json to the keys of a GGUF file.
 
 The rotary embedding's keys and divisors come from transformers' rope parameters (modeling_rope_utils.py).
 """
@@ -21,9 +21,9 @@ from quantkit.models.source import Source
 from quantkit.system.untrusted import reraise_as, shown, whole_number
 
 Keys = dict[str, Value]
-MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32
+MOST = (1 << 32) - 1  # integer keys in a file are uint32
 FULL = "full_attention", "indexed_attention"  # blocks without a window
-STILL = 1e30  # a divisor with which nothing turns, llama.cpp's own
+STILL = 1e30  # llama.cpp's divisor for values that do not rotate
 
 
 def rope_of(
@@ -43,7 +43,7 @@ def rope_of(
         or (local is not None and _kind(local) != "default")
     ):
         raise UnsupportedError(
-            f"{source.model} has the rope parameters {given}, which are not converted to GGUF for "
+            f"{source.model} has the rope parameters {given}, which quantkit cannot convert to GGUF for "
             f"{source.architecture}. Known rope types: {', '.join(architecture.rope_types)}."
         )
     rotated = head_dim if kind == "proportional" else int(head_dim * share)
@@ -57,14 +57,14 @@ def rope_of(
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": _real(source, rope, "factor")}
     if kind == "yarn":
         keys |= _yarn(source, rope, context, architecture.yarn_scores)
-    if kind == "dynamic" and rope.get("alpha") is not None:  # without it the rope changes beyond the context alone
+    if kind == "dynamic" and rope.get("alpha") is not None:  # without alpha, the rope changes only beyond the context
         keys["rope.freq_base"] = theta * _real(source, rope, "alpha") ** (rotated / (rotated - 2))
     factors: Factors = {}
     if kind == "llama3":
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
             _real(source, rope, name)
         factors = {"rope_freqs.weight": llama3_factors(rope, theta, rotated)}
-    if "proportional" in architecture.rope_types:  # llama.cpp always wants its divisors
+    if "proportional" in architecture.rope_types:  # llama.cpp always needs its divisors
         stretch = _real(source, rope, "factor", 1.0) if kind == "proportional" else 1.0
         factors = {"rope_freqs.weight": proportional_factors(share, stretch, rotated)}
     if kind == "longrope":
@@ -72,14 +72,15 @@ def rope_of(
         keys |= long_keys
     scales = [value for key, value in keys.items() if key.endswith(("factor", "base_swa"))]
     if not all(bool(((values > 0) & np.isfinite(values)).all()) for values in (np.array(scales), *factors.values())):
-        raise UnsupportedError(f"{source.model} has the rope parameters {shown(given)}, which give no finite divisors")
+        raise UnsupportedError(f"{source.model} has the rope parameters {shown(given)}, whose divisors are not finite")
     return keys, factors
 
 
 def _real(source: Source, rope: dict[str, Any], key: str, default: float | None = None) -> float:
     value = rope.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnsupportedError(f"{source.model}: config.json has the rope's {key} = {shown(value)}, which is no number")
+        what = f"config.json has the rope's {key} = {shown(value)}"
+        raise UnsupportedError(f"{source.model}: {what}, which is not a number")
     return float(value)
 
 
@@ -91,28 +92,28 @@ def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[
     """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies, for llama3 scaling.
 
     Frequencies with a wavelength above original / low tokens are divided by `factor`, those below original / high
-    tokens are unchanged, and between them the inverse is interpolated (transformers, `_compute_llama3_parameters`).
+    tokens are unchanged; the inverse is interpolated in between (transformers, `_compute_llama3_parameters`).
     """
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(rope["original_max_position_embeddings"])
     exponents = np.arange(0, rotated, 2, dtype=np.float64) / rotated
-    turns = original * theta**-exponents / (2 * math.pi)  # turns within the original context
-    with np.errstate(all="ignore"):  # what is not finite is refused
+    turns = original * theta**-exponents / (2 * math.pi)  # rotations within the original context
+    with np.errstate(all="ignore"):  # values that are not finite are refused later
         share = np.clip((turns - low) / (high - low), 0.0, 1.0)
         return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
 
 
 def proportional_factors(share: float, factor: float, rotated: int) -> NDArray[np.float32]:
-    """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies if only the first `share` turn."""
+    """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies if only the first `share` rotate."""
     turning = int(share * rotated // 2)
     return np.array([factor] * turning + [STILL] * (rotated // 2 - turning), np.float32)
 
 
 def _yarn(source: Source, rope: dict[str, Any], context: int, scores: bool) -> Keys:
-    """Return the keys of YaRN; raise UnsupportedError for settings that llama.cpp has otherwise.
+    """Return the keys of YaRN; raise UnsupportedError for settings that differ from llama.cpp's.
 
-    llama.cpp rotates by the frequencies that betas of 32 and 1 give, and scales by 1 + ln(factor) / 10 times a factor
-    of the file (ggml-cpu/ops.cpp, `rope_yarn`; llama-context.cpp). In models with latent attention the scores are
+    llama.cpp uses the frequencies of betas 32 and 1, and scales by 1 + ln(factor) / 10 times a factor
+    in the file (ggml-cpu/ops.cpp, `rope_yarn`; llama-context.cpp). In models with latent attention the scores are
     scaled, by one scale (models/deepseek2.cpp).
     """
     original = rope["original_max_position_embeddings"]
@@ -128,7 +129,7 @@ def _yarn(source: Source, rope: dict[str, Any], context: int, scores: bool) -> K
     if scores:
         if not scales[0] or scales[0] != scales[1] or rope.get("attention_factor") is not None:
             raise UnsupportedError(
-                f"{source.model} has the rope's mscale and mscale_all_dim = {scales}; llama.cpp computes equal ones"
+                f"{source.model} has the rope's mscale and mscale_all_dim = {scales}; llama.cpp needs equal ones"
             )
         return keys | {"rope.scaling.yarn_log_multiplier": 0.1 * _real(source, rope, "mscale_all_dim")}
     wide, all_wide = (1 + 0.1 * (scale or 0) * math.log(max(factor, 1)) for scale in scales)
@@ -139,13 +140,13 @@ def _yarn(source: Source, rope: dict[str, Any], context: int, scores: bool) -> K
 
 
 def rounds_yarn(config: Any) -> bool:
-    """Return whether llama.cpp rounds the range of YaRN's frequencies and the source does not."""
+    """Return whether llama.cpp rounds YaRN's range of frequencies but the source does not."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     return _kind(rope) == "yarn" and rope.get("truncate") is False
 
 
 def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[Keys, Factors]:
-    """Return two lists of divisors, of which llama.cpp takes one, and transformers' scale of the rotated values."""
+    """Return transformers' scale of rotated values, and two lists of divisors, of which llama.cpp uses one."""
     original = int(rope["original_max_position_embeddings"])
     scale = context / original
     attention = rope.get("attention_factor") or (
@@ -169,7 +170,7 @@ def _head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-# Where the common numbers stand in a configuration of transformers; an architecture may say otherwise.
+# Fields of the common numbers in a transformers configuration; architectures may override them.
 COMMON: dict[str, Setting] = {
     shapes.BLOCKS: "num_hidden_layers",
     shapes.CONTEXT: "max_position_embeddings",
@@ -182,7 +183,7 @@ COMMON: dict[str, Setting] = {
 }
 GROUPS, GROUPS_USED = "expert_group_count", "expert_group_used_count"
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
-# How the names of keys end whose values are float32.
+# Endings of keys with float32 values.
 REAL = (
     *("epsilon", "softcapping", "clamp_kqv", "alibi_bias", "freq_base", "freq_base_swa"),
     *("factor", "scale", "multiplier", "lower_bound"),
@@ -190,12 +191,12 @@ REAL = (
 
 
 def find_architecture(source: Source) -> Architecture:
-    """Look the source's architecture up; raise UnsupportedError."""
+    """Return the source's architecture; raise UnsupportedError."""
     if source.architecture not in KNOWN:
         why = LACKING.get(source.architecture)
         reason = f" ({why})" if why else ""
         raise UnsupportedError(
-            f"{source.model} has the architecture {source.architecture!r}, which is not converted to GGUF{reason}. "
+            f"{source.model} has the architecture {source.architecture!r}, which has no GGUF conversion{reason}. "
             f"Known: {', '.join(KNOWN)}."
         )
     row = KNOWN[source.architecture]
@@ -205,9 +206,9 @@ def find_architecture(source: Source) -> Architecture:
 
 
 def read_shape(source: Source) -> ModelShape:
-    """Read config.json; raise SourceError, UnsupportedError, also for what would load but compute something else."""
+    """Read config.json; raise SourceError, UnsupportedError, also for models that llama.cpp would compute wrongly."""
     row, config = find_architecture(source), source.settings
-    with reraise_as(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
+    with reraise_as(f"{source.model}: config.json lacks settings of a GGUF file", SourceError):
         for name, known in row.required_config.items():
             allowed = known(config) if callable(known) else known
             allowed = allowed if isinstance(allowed, tuple) else (allowed,)
@@ -215,7 +216,7 @@ def read_shape(source: Source) -> ModelShape:
             of_blocks = list(value)[: config.num_hidden_layers] if isinstance(value, list | tuple) else value
             if value not in allowed and of_blocks not in allowed:
                 given = f"config.json has {name} = {shown(value)}"
-                raise UnsupportedError(f"{source.model}: {given}, and llama.cpp has {allowed[0]!r}")
+                raise UnsupportedError(f"{source.model}: {given}, but llama.cpp has {allowed[0]!r}")
         for check in row.checks:
             if (reason := check(config)) is not None:
                 raise UnsupportedError(f"{source.model} has {reason}")
@@ -254,17 +255,17 @@ def _number(source: Source, key: str, setting: Setting) -> int | list[int]:
 def _count(source: Source, called: str, value: Any, least: int, most: int) -> int:
     number = whole_number({called: value}, called, least, most, source.model, UnsupportedError)
     if number is None:
-        raise UnsupportedError(f"{source.model}: config.json says no {called}")
+        raise UnsupportedError(f"{source.model}: config.json has no {called}")
     return number
 
 
 def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None:
-    """Raise SourceError for more blocks or experts than there are tensors, UnsupportedError for unequal heads."""
+    """Raise SourceError for more blocks or experts than tensors, UnsupportedError for unequal heads."""
     single = not row.stacks and any("{expert}" in part for part in row.parts)
     experts = shape.experts if single else 0
     if shape.blocks * max(experts, 1) > len(source.tensors):
         raise SourceError(
-            f"{source.model}: config.json counts {shape.blocks} blocks{f' of {experts} experts' * bool(experts)}, and "
+            f"{source.model}: config.json counts {shape.blocks} blocks{f' of {experts} experts' * bool(experts)}, but "
             f"the checkpoint has {len(source.tensors)} tensors. Give the config.json that belongs to these weights."
         )
     heads = shape.heads
@@ -276,35 +277,35 @@ def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None
 
 
 def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict[str, Value]:
-    """Return the keys of expert groups, one group if all are used: llama.cpp aborts at that; raise UnsupportedError."""
+    """Return the keys of expert groups, one group if all are used (llama.cpp would abort); raise UnsupportedError."""
     count, used = keys.get(GROUPS, 1), keys.get(GROUPS_USED)
     if not isinstance(count, int) or count <= 1:
         return {}
     if not isinstance(used, int) or not 0 < used <= count or experts % count or experts < 2 * count:
         raise UnsupportedError(
             f"{source.model}: config.json has {experts} experts in {count} groups, of which each token uses "
-            f"{shown(used)}, and llama.cpp has equal groups of two or more experts, and uses one or more of them"
+            f"{shown(used)}, but llama.cpp has equal groups of two or more experts, and uses one or more of them"
         )
     return {GROUPS: 1, GROUPS_USED: 1} if used == count else {}
 
 
 def _stored_value(source: Source, key: str, value: Any) -> Value:
-    """Return the value as a file holds it, float32 or uint32 for a number; raise UnsupportedError."""
+    """Return the value for the file, with numbers as float32 or uint32; raise UnsupportedError."""
     if isinstance(value, str | list) or (isinstance(value, bool) and not key.endswith(REAL)):
         return value
     if key.endswith(REAL):
         real = isinstance(value, int | float) and not isinstance(value, bool)
         most = float(np.finfo(np.float32).max)
         if not real or not (-most if key.endswith("lower_bound") else 0) <= value <= most:
-            raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, no number of float32")
+            raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, which is not a float32")
         return float(value)
     if not isinstance(value, int) or not 0 <= value <= MOST:
-        raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, not one from 0 to {MOST:,}")
+        raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, not 0 to {MOST:,}")
     return value
 
 
 def ignored_window(source: Source, shape: ModelShape) -> int | None:
-    """Return the attention window in tokens that llama.cpp ignores; None if there is none that matters."""
+    """Return the attention window in tokens that llama.cpp ignores; None if no window is ignored."""
     window = whole_number(source.config, "sliding_window", 0, MOST, source.model, UnsupportedError)
     used = source.config.get("use_sliding_window", source.architecture not in ("qwen2", "qwen3", "qwen3_moe"))
     if find_architecture(source).follows_window or not used or not window or window >= shape.number(shapes.CONTEXT):

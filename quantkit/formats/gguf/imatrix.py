@@ -1,6 +1,6 @@
-"""llama.cpp's importance files: read, and written for llama-quantize (tools/imatrix/imatrix.cpp).
+"""Read llama.cpp's importance files, and write them for llama-quantize (tools/imatrix/imatrix.cpp).
 
-The GGUF kind holds, for each weight NAME of a block, `NAME.in_sum2`, the sums of squared inputs of each column, and
+The GGUF kind has, for each weight NAME of a block, `NAME.in_sum2`, the sums of squared inputs of each column, and
 `NAME.counts`, the number of tokens, both F32; their quotient is the mean square. The older kind (.dat) is a plain list:
 number of entries; for each the length of its name, the name, calls, number of values, float32 means times calls.
 """
@@ -23,16 +23,16 @@ from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.system.untrusted import reraise_as, shown
 
 SUMS, COUNTS = ".in_sum2", ".counts"
-LARGEST_NAME = 1 << 12  # bytes; a longer one in an old file is no name
-MOST_BYTES = 1 << 30  # of an old file; those of the largest models have some 100 MB
+LARGEST_NAME = 1 << 12  # bytes; a longer name means that the file is not an old importance file
+MOST_BYTES = 1 << 30  # of an old file; the largest models have some 100 MB
 
-SILENT = 1e-6  # share of the mean importance that inputs count which never fire
+SILENT = 1e-6  # of the mean importance, for inputs that are always zero
 Values = dict[str, NDArray[np.float32]]
 Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight, (columns,)
 
 
 def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Give a little importance to each run of 16 columns that hardly fires: ggml would zero its weights."""
+    """Give a little importance to runs of 16 columns with almost zero inputs, whose weights ggml would zero."""
     runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
     runs[runs.max(axis=1) < FAINTEST] = max(float(importance.mean()) * SILENT, SILENT)
     return runs.reshape(-1)
@@ -71,11 +71,11 @@ def read_imatrix(path: Path) -> Values:
         except ArtifactError as error:
             raise ValueError(str(error)) from None
     if not importance:
-        raise RecipeError(f"imatrix_file: {path} holds no importance.")
+        raise RecipeError(f"imatrix_file: {path} has no importance.")
     for name, values in importance.items():
         if not np.isfinite(values).all() or bool((values < 0).any()):
             raise RecipeError(
-                f"imatrix_file: {path} holds NaN, infinite or negative values for {name}. Measure it anew."
+                f"imatrix_file: {path} has NaN, infinite or negative values for {name}. Measure it again."
             )
     return importance
 
@@ -95,7 +95,7 @@ def _read_gguf(path: Path) -> Values:
         sums, counts = sums.reshape(counts.size, -1), counts.reshape(-1, 1)
         if bool((sums[counts[:, 0] == 0] != 0).any()):
             raise ValueError(f"{stem} has sums over no tokens")
-        with np.errstate(over="ignore"):  # what is not finite is refused
+        with np.errstate(over="ignore"):  # values that are not finite are refused later
             means[stem] = (sums / np.where(counts == 0, 1.0, counts)).astype(np.float32)
     return means
 
@@ -108,7 +108,7 @@ def _floats(path: Path, stored: Mapping[str, Stored], name: str) -> NDArray[np.f
 
 def _read_old(path: Path) -> Values:
     if (size := path.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"it has {size:,} bytes, and no such file has more than {MOST_BYTES:,}")
+        raise ValueError(f"it has {size:,} bytes, but such files have at most {MOST_BYTES:,}")
     content = path.read_bytes()
     means: Values = {}
     at = 4
@@ -120,9 +120,9 @@ def _read_old(path: Path) -> Values:
         calls, count = struct.unpack_from("<ii", content, at + 4 + length)
         at += 12 + length
         if count < 1 or at + 4 * count > len(content):
-            raise ValueError(f"{shown(name)} is cut short")
+            raise ValueError(f"{shown(name)} is truncated")
         if calls < 1 or name in means:
-            raise ValueError(f"{shown(name)} comes twice, or with {calls} calls")
+            raise ValueError(f"{shown(name)} is there twice, or has {calls} calls")
         means[name] = (np.frombuffer(content, np.float32, count, at) / np.float32(calls)).reshape(1, -1)
         at += 4 * count
     return means
@@ -137,21 +137,21 @@ def importance_from(path: Path, plan: Plan) -> Values:
             continue
         size = len(tensor.parts) * tensor.shape[-1]
         if tensor.is_of_heads and values[tensor.name].size != size:
-            continue  # llama-imatrix measures each head, and a plan has one row for all
+            continue  # llama-imatrix measures each head, but a plan has one tensor for all
         if values[tensor.name].size != size:
             raise RecipeError(
                 f"imatrix_file: {path} has {values[tensor.name].size} values for {tensor.name}, which needs "
-                f"{size}; it is another model's."
+                f"{size}. The file is for another model."
             )
         rows = values[tensor.name].reshape(len(tensor.parts), -1)
         rows = rows if tensor.columns is None else rows[:, np.argsort(tensor.columns)]
         importance |= dict(zip(tensor.parts, rows, strict=True))
     if not importance:
-        raise RecipeError(f"imatrix_file: {path} names no tensor of this model, but {shown(min(values))}.")
+        raise RecipeError(f"imatrix_file: {path} names no tensor of this model; it has {shown(min(values))}.")
     return importance
 
 
 def unweighted(plan: Plan, importance: Importance) -> list[PlannedTensor]:
-    """List the tensors of blocks whose rounding an importance changes, and that have none."""
+    """List the tensors of blocks whose rounding uses importance, but that have none."""
     weighted = [tensor for tensor in plan.tensors if block_of(tensor.name) >= 0 and tensor.type in WEIGHTED]
     return [tensor for tensor in weighted if not importance.keys() >= tensor.parts.keys()]

@@ -22,12 +22,12 @@ from quantkit.formats.gguf.slots import Slot, is_taken, slots_of, unstacked
 from quantkit.models.source import Source
 from quantkit.system.untrusted import reraise_as
 
-# Buffers that old checkpoints store and every engine computes.
+# Buffers in old checkpoints that every engine computes itself.
 IGNORED = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"
 )  # fmt: skip
 ZEROS = "Q2_K"  # the type of tensors of zeros, which have no importance
-GUESSES = ("mtp.", "model.mtp.")  # blocks that guess further tokens; others stand behind the model's own
+GUESSES = ("mtp.", "model.mtp.")  # blocks for multi-token prediction; other models have them after their own blocks
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class PlannedTensor:
     name: str
     type: str
     shape: tuple[int, ...]
-    parts: Mapping[str, str]  # of the source: transformers' names -> the checkpoint's; empty for zeros and `values`
+    parts: Mapping[str, str]  # transformers' names -> the checkpoint's; empty for zeros and `values`
     slot: Slot | None = None
     values: NDArray[np.float32] | None = None  # (columns,), computed
 
     @property
     def rows(self) -> int:
-        """Number of rows, of all experts together."""
+        """Return the number of rows of all experts together."""
         return math.prod(self.shape[:-1])
 
     @property
@@ -52,48 +52,48 @@ class PlannedTensor:
 
     @property
     def columns(self) -> RowOrder | None:
-        """The source's columns as the file has them; None: as they are."""
+        """Return the order of the source's columns in the file; None if unchanged."""
         return None if self.slot is None else self.slot.columns
 
     @property
     def is_of_heads(self) -> bool:
-        """Whether it has a matrix for each head, cut out of one of the source's: no layer is like it."""
+        """Return whether it has a matrix per head, cut out of a source's tensor, unlike any layer."""
         return self.slot is not None and self.slot.counted == "head"
 
     @property
     def is_measured(self) -> bool:
-        """Whether calibration can try changes of it: an indexer only selects tokens, so no gradient flows."""
+        """Return whether sensitivity can be measured: an indexer only selects tokens, so no gradient flows."""
         return bool(self.parts) and not self.is_of_heads and ".indexer." not in self.name
 
     @property
     def is_weighted(self) -> bool:
-        """Whether a calibration or an importance file has the importance of its columns."""
+        """Return whether calibration or an importance file gives its columns' importance."""
         return bool(self.parts) and self.name.startswith("blk.") and not self.is_of_heads
 
     def padded(self, kind: str | None = None) -> int:
-        """Bytes in the file, padded to its alignment, of the tensor or of one of type `kind` in its place."""
+        """Return the tensor's bytes in the file, padded to the alignment, with its own type or with `kind`."""
         nbytes = self.rows * block_type(kind or self.type).row_bytes(self.shape[-1])
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a file before a weight is read."""
+    """Everything that is known of a file before weights are read."""
 
-    source: Source  # with stacked tensors taken apart (`slots.py`)
+    source: Source  # with stacked tensors split (`slots.py`)
     architecture: Architecture
     shape: ModelShape
     tensors: tuple[PlannedTensor, ...]
     choices: dict[str, Choice]
-    scalars: Mapping[str, tuple[str, ...]]  # by key the tensors whose values it lists
+    scalars: Mapping[str, tuple[str, ...]]  # key -> tensors whose values it lists
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors, each padded to the file's alignment."""
+        """Return the bytes of all tensors, each padded to the file's alignment."""
         return sum(tensor.padded() for tensor in self.tensors)
 
     def with_same_inputs(self, importance: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-        """Add to `importance`, by the source's weight names, that of layers that share a measured one's inputs."""
+        """Return `importance`, by source names, extended to layers that share a measured layer's inputs."""
         found = dict(importance)
         for part in (part for tensor in self.tensors for part in tensor.parts if part not in importance):
             for own, other in self.architecture.same_inputs.items():
@@ -118,7 +118,7 @@ def model_name(source: Source) -> str:
 
 @dataclass(frozen=True)
 class Filled:
-    """The slots of a file by name, each with transformers' names of its parts -> the checkpoint's."""
+    """The slots of a file by name, each with its parts' names: transformers' -> the checkpoint's."""
 
     source: Source
     architecture: Architecture
@@ -129,13 +129,13 @@ class Filled:
 
 
 def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = None, weighted: bool = False) -> Plan:
-    """Plan a file from headers only, with `types` of single tensors; `weighted`: there will be an importance."""
+    """Plan a file from headers only, with given `types` of tensors; `weighted`: there will be an importance matrix."""
     filled = fill_slots(source)
     source, row, shape = filled.source, filled.architecture, filled.shape
     if extra := filled.unplaced:
         raise UnsupportedError(
-            f"{source.model} has {len(extra)} tensors that have no place in a GGUF file of the architecture "
-            f"{row.name} with the {shape.blocks} blocks and settings of its config.json, such as {extra[0]}"
+            f"{source.model} has {len(extra)} tensors that do not belong in a GGUF file of the architecture "
+            f"{row.name} with {shape.blocks} blocks and the settings of its config.json, such as {extra[0]}"
         )
     for slot, parts in filled.slots.values():
         _refuse_shapes(source, slot, parts)
@@ -156,7 +156,7 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
         kind = ZEROS if not parts and choice.type in IMPORTANCE_ONLY else choice.type
         tensors.append(PlannedTensor(name, kind, shapes[name], parts, slot))
         if parts:
-            with reraise_as(f"{source.model}: the rows of {name} cannot be put in order", UnsupportedError):
+            with reraise_as(f"{source.model}: the rows of {name} cannot be reordered", UnsupportedError):
                 _ = slot.rows, slot.columns
     return Plan(source, row, shape, tuple(tensors), choices, filled.scalars)
 
@@ -182,7 +182,7 @@ def fill_slots(source: Source) -> Filled:
             slots[slot.name] = (slot, parts)
     if missing:
         raise SourceError(
-            f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}. "
+            f"{source.model} lacks {len(missing)} tensors that its config.json requires, such as {missing[0]}. "
             "Fetch the checkpoint again, or give the config.json that belongs to these weights."
         )
     used = {name for _, parts in slots.values() for name in parts.values()}.union(*scalars.values())
@@ -193,12 +193,12 @@ def fill_slots(source: Source) -> Filled:
 
 
 def _names(part: str, row: Architecture) -> Iterator[str]:
-    """Yield the names that checkpoints have for a part: some leave the base model's prefix out."""
+    """Yield a part's names in checkpoints, some of which omit the base model's prefix."""
     yield from (part.removeprefix(row.prefix), part)
 
 
 def _scalars(source: Source, row: Architecture, blocks: int) -> dict[str, tuple[str, ...]]:
-    """Return by key the tensors whose one value each block has there; raise SourceError for other shapes."""
+    """Return by key the one-value tensors of all blocks; raise SourceError for other shapes."""
     keys: dict[str, tuple[str, ...]] = {}
     for part, (key, shape) in row.scalars.items():
         wanted = (f"{row.blocks}.{block}.{part}" for block in range(blocks))
@@ -210,7 +210,7 @@ def _scalars(source: Source, row: Architecture, blocks: int) -> dict[str, tuple[
 
 
 def guesses_further(name: str, source: Source, blocks: int) -> bool:
-    """Return whether a tensor belongs to blocks that guess further tokens, behind a model of so many blocks."""
+    """Return whether a tensor is for multi-token prediction, in a model of `blocks` blocks."""
     if name.startswith(GUESSES):
         return True
     block = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
@@ -218,7 +218,7 @@ def guesses_further(name: str, source: Source, blocks: int) -> bool:
 
 
 def _refuse_shapes(source: Source, slot: Slot, parts: Mapping[str, str]) -> None:
-    """Raise UnsupportedError for parts of other dtypes or shapes than config.json says."""
+    """Raise UnsupportedError for parts whose dtypes or shapes do not match config.json."""
     for name in parts.values():
         info = source.tensors[name]
         own = slot.source_shape(info.shape[0] if info.shape else 1)
@@ -228,6 +228,6 @@ def _refuse_shapes(source: Source, slot: Slot, parts: Mapping[str, str]) -> None
             )
         if info.shape != own:
             raise UnsupportedError(
-                f"{source.model}: the tensor {name} has the shape {info.shape}, but config.json asks for {own}. "
+                f"{source.model}: the tensor {name} has the shape {info.shape}, but config.json requires {own}. "
                 "Give the config.json that belongs to these weights."
             )

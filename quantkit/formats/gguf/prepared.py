@@ -1,4 +1,4 @@
-"""A source as a GGUF file can hold it: with factors in its weights, without some tensors, with a row for each token."""
+"""Prepare a source for a GGUF file: fold factors into weights, drop some tensors, add rows for all tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE, ROWS = "model.embed_tokens_per_layer.weight", "vocab_size_per_layer_input
 
 
 def prepared(source: Source) -> Source:
-    """Return the source as a file can hold it, or itself; raise SourceError, UnsupportedError."""
+    """Return the prepared source, or the source itself if nothing changes; raise SourceError, UnsupportedError."""
     return _without_zero_biases(_fitted(_with_multipliers_inside(source)))
 
 
@@ -31,7 +31,7 @@ def _with_multipliers_inside(source: Source) -> Source:
         return source
     factors: dict[str, Multipliers] = {}
     copies: dict[str, str] = {}
-    with reraise_as(f"{source.model}: config.json lacks what multiplies its weights", SourceError):
+    with reraise_as(f"{source.model}: config.json lacks the factors of its weights", SourceError):
         given = {part: of_config(own, setting) for part, setting in row.multipliers.items()}
     embedding = next((name for name in source.tensors if EMBEDDING.endswith(name)), None)
     if own.tie_word_embeddings and embedding is not None and given[EMBEDDING] != given[row.head]:
@@ -45,15 +45,15 @@ def _with_multipliers_inside(source: Source) -> Source:
 
 
 def _fitted(source: Source) -> Source:
-    """Drop keys and values of blocks that take those of others, and complete the table of the blocks' inputs.
+    """Drop keys and values of blocks that reuse those of others, and complete the table of per-block inputs.
 
-    transformers takes its first row for tokens without one (models/gemma3n/modeling_gemma3n.py).
+    transformers uses its first row for tokens without a row (models/gemma3n/modeling_gemma3n.py).
     """
     row = KNOWN.get(source.architecture)
     if row is None or not row.shares_keys:
         return source
     own = source.settings
-    with reraise_as(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
+    with reraise_as(f"{source.model}: config.json lacks settings of a GGUF file", SourceError):
         own_blocks = own.num_hidden_layers - own.num_kv_shared_layers
         tokens, rows = own.vocab_size, getattr(own, ROWS, 0)
     dropped = [name for name in source.tensors if is_taken(name, row, own_blocks)]
@@ -64,12 +64,12 @@ def _fitted(source: Source) -> Source:
     notes = []
     if dropped:
         notes.append(
-            f"{len(dropped)} tensors of blocks that take the keys and values of others are left out: "
+            f"{len(dropped)} tensors of blocks that reuse the keys and values of others are left out: "
             f"{source.published(dropped[0])} and so on"
         )
     if grown:
         notes.append(
-            f"{tokens - rows:,} rows added to {source.published(grown[0])}, each its first: so are tokens computed"
+            f"{tokens - rows:,} rows added to {source.published(grown[0])}, copies of its first row, as in transformers"
         )
     overrides = {name: padded(source, name, tokens) for name in grown}
     config = {ROWS: tokens} if grown else {}
@@ -77,15 +77,15 @@ def _fitted(source: Source) -> Source:
 
 
 def _without_zero_biases(source: Source) -> Source:
-    """Drop biases of zeros that a file has no place for: AutoGPTQ stored one for each layer."""
+    """Drop zero biases that a file cannot store: AutoGPTQ stored one for each layer."""
     stored = source.tensors.items()
     biases = {name for name, info in stored if name.endswith(".bias") and len(info.shape) == 1 and info.dtype in FLOATS}
     extra: list[str] = []
-    with suppress(SourceError, UnsupportedError):  # which the plan of the file raises again
+    with suppress(SourceError, UnsupportedError):  # the plan of the file raises them again
         extra = fill_slots(source).unplaced if biases else []
     idle = [name for name in extra if name in biases and not source.floats(name).any()]
     if not idle:
         return source
-    note = "biases of zeros are left out, since a GGUF file has no place for them"
+    note = "zero biases are left out, since a GGUF file cannot store them"
     note = f"{note}: {len(idle)}, such as {source.published(idle[0])}"
     return OverriddenSource(source, dropped=idle, notes=(note,))

@@ -1,4 +1,4 @@
-"""Reading a GGUF file back: dequantized by ggml, in the names and the row order of the source."""
+"""Read a GGUF file back: dequantized by ggml, with the source's names and row order."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from quantkit.formats.gguf.shapes import ModelShape, concatenated, in_order
 from quantkit.formats.gguf.slots import Slot, is_taken, restacked, slots_of
 from quantkit.system.untrusted import reraise_as, shown
 
-ROPE = "rope_"  # how names of tensors begin that are computed
+ROPE = "rope_"  # prefix of names of computed tensors
 MOST_FILES = 99_999
-MOST_PIECES = 1 << 20  # heads of all blocks together, where each has a matrix of its own
+MOST_PIECES = 1 << 20  # heads of all blocks together, if each has its own matrix
 GATE = "blk.0.attn_gate.weight"
 FIX = "llama.cpp cannot load such a file. Fetch it again, or convert again from a config.json that fits the weights."
-SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the files of a split model
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama.cpp's names for the files of a split model
 
 
 def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
-    """Yield (tensor name in transformers, its values in transformers' layout) of a GGUF file.
+    """Yield each tensor of a GGUF file: its transformers name, and its values in transformers' layout.
 
-    Of a split model `path` is the first file. A tied head is not yielded. Raises ArtifactError for a broken file, an
+    For a split model, `path` is the first file. A tied head is not yielded. Raises ArtifactError for a broken file, an
     unknown architecture, or tensors that do not fit its keys.
     """
     headers = headers_of(path)
@@ -45,7 +45,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     marked = [row for row in rows if row.mark and f"{name}.{row.mark}" in first.keys]
     rows = marked or [row for row in rows if not row.mark]
     if not rows:
-        raise ArtifactError(f"{path} has the architecture {name!r}, which is not read here")
+        raise ArtifactError(f"{path} has the architecture {name!r}, which quantkit cannot read")
     row, shape, slots = _fitting_row(headers, rows)
     found: dict[str, Rows] = {}
     split: dict[str, list[tuple[Slot, partial[Floats]]]] = {}
@@ -58,7 +58,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
         read = partial(_rows, path, _of_shape(path, given, slot.shape))
         if is_taken(slot.parts[0], row, shape.own_blocks):  # nothing reads it
             continue
-        with reraise_as(f"{path}: the rows of {slot.name} cannot be put in order", ArtifactError, FIX):
+        with reraise_as(f"{path}: the rows of {slot.name} cannot be reordered", ArtifactError, FIX):
             _ = slot.rows, slot.columns
         if slot.transform.split:
             split.setdefault(slot.parts[0], []).append((slot, read))
@@ -67,7 +67,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     for part, pieces in split.items():
         order = np.concatenate([slot.rows for slot, _ in pieces if slot.rows is not None])
         if len(pieces) < len(pieces[0][0].transform.split):
-            raise ArtifactError(f"{path} lacks rows of {part}: it has {pieces[0][0].name} of them alone. {FIX}")
+            raise ArtifactError(f"{path} lacks rows of {part}: it only has {pieces[0][0].name}. {FIX}")
         whole = concatenated([(read, slot.shape[0]) for slot, read in pieces])
         found[part] = Rows((len(order), *pieces[0][0].shape[1:]), in_order(whole, np.argsort(order)))
     yield from restacked(found, row, shape.blocks)
@@ -76,7 +76,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
 
 
 def _rows_named(name: object) -> list[Architecture]:
-    """Return the known architectures of transformers that llama.cpp calls so."""
+    """Return the known transformers architectures with this llama.cpp name."""
     return [row for row in KNOWN.values() if name and name in (row.name, row.name_with_experts)]
 
 
@@ -89,7 +89,7 @@ def _scalars(header: Header, name: str, key: str, shape: tuple[int, ...], blocks
 
 
 def rope_divisors(path: Path) -> dict[str, Floats]:
-    """Return the divisors of the rope, which are computed tensors, by name."""
+    """Return the rope's divisors by name."""
     return {
         tensor.name: _rows(header.path, tensor, 0, 1)[0]
         for header in headers_of(path)
@@ -99,7 +99,7 @@ def rope_divisors(path: Path) -> dict[str, Floats]:
 
 
 def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
-    """Read rows of a tensor. They are not mapped: mapped pages would count as memory."""
+    """Read rows of a tensor, without mmap, since mapped pages would count as memory."""
     row = tensor.nbytes // tensor.rows
     stored = np.fromfile(path, np.uint8, (stop - start) * row, offset=tensor.start + start * row)
     with reraise_as(f"{path}: the tensor {tensor.name} cannot be read", ArtifactError, FIX):
@@ -107,7 +107,7 @@ def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
 
 
 def headers_of(path: Path) -> list[Header]:
-    """Return the headers of all files of a model, of which `path` is the first; raise ArtifactError."""
+    """Return the headers of all files of a model; `path` is the first. Raises ArtifactError."""
     header = _plain(read_header(path))
     count = header.count("split.count", 0, MOST_FILES, 1)
     if count < 2:
@@ -121,22 +121,22 @@ def headers_of(path: Path) -> list[Header]:
     headers = [header, *(read_header(part) for part in parts)]
     names = [tensor.name for header in headers for tensor in header.tensors]
     if len(set(names)) < len(names):
-        raise ArtifactError(f"{path}: the name of a tensor comes twice in its {count} files. Convert again.")
+        raise ArtifactError(f"{path}: two tensors in its {count} files have the same name. Convert again.")
     return headers
 
 
 def _plain(header: Header) -> Header:
-    """Replace lists of equal numbers for every block by the number; raise ArtifactError for other value types."""
+    """Replace per-block lists of equal numbers by the number; raise ArtifactError for other value types."""
     keys, name = dict(header.keys), header.keys.get("general.architecture")
     own = f"{name}."
     if wrong := [key for key in header.unusual if key.startswith(own)]:
-        raise ArtifactError(f"{header.path}: the key {wrong[0]} is no uint32. {FIX}")
+        raise ArtifactError(f"{header.path}: the key {wrong[0]} is not a uint32. {FIX}")
     for key, value in keys.items():
         if type(value) is float and key.startswith(own):
             if key.removeprefix(own) in shapes.NUMBERS:
-                raise ArtifactError(f"{header.path}: the key {key} is {value}, and no uint32. {FIX}")
+                raise ArtifactError(f"{header.path}: the key {key} is {value}, not a uint32. {FIX}")
             if header.kinds[key] != (FLOAT32,):
-                raise ArtifactError(f"{header.path}: the key {key} is no float32. {FIX}")
+                raise ArtifactError(f"{header.path}: the key {key} is not a float32. {FIX}")
     unlike, blocks = any(row.by_block for row in _rows_named(name)), keys.get(own + shapes.BLOCKS)
     for key in (own + key for key in shapes.BY_BLOCK):
         if not isinstance(values := keys.get(key), list):
@@ -145,34 +145,34 @@ def _plain(header: Header) -> Header:
             continue
         if not values or len(values) != blocks or values != [values[0]] * len(values):
             raise ArtifactError(
-                f"{header.path}: the key {key} is {shown(values)}; only blocks that are all alike are read here"
+                f"{header.path}: the key {key} is {shown(values)}; quantkit reads it only if all blocks are alike"
             )
         keys[key] = values[0]
     return replace(header, keys=keys)
 
 
 def _differ(values: list[Any], unlike: bool, lacking: bool) -> bool:
-    """Return whether these are numbers of blocks that differ: `unlike` ones, or 0 for blocks `lacking` it."""
+    """Return whether these per-block numbers may differ: `unlike` blocks, or 0 for blocks `lacking` it."""
     whole = all(type(value) is int and 0 <= value <= MOST for value in values)
     kinds = len(set(values) - {0})
     return whole and (lacking and kinds == 1 if 0 in values else unlike and kinds > 1)
 
 
 def _fitting_row(headers: list[Header], rows: list[Architecture]) -> tuple[Architecture, ModelShape, dict[str, Slot]]:
-    """Return the architecture that fits the file, its numbers, and its slots by name."""
+    """Return the architecture that fits the file, the file's numbers, and its slots by name."""
     there = {tensor.name for header in headers for tensor in header.tensors}
     shape = _shape_of(headers, rows[0].name, any("{head}" in part for row in rows for part in _parts(row)))
     if not there:  # a vocabulary
         return rows[0], shape, {}
     if shape.blocks > len(there):
         first = headers[0].path
-        raise ArtifactError(f"{first} counts {shape.blocks} blocks and holds {len(there)} tensors. {FIX}")
+        raise ArtifactError(f"{first} has keys for {shape.blocks} blocks, but {len(there)} tensors. {FIX}")
 
     choices = [(row, slots, _lacking(row, slots, there)) for row in rows for slots in [slots_of(row, shape)]]
     row, slots, missing = min(choices, key=lambda each: (len(each[2]), len(there - {slot.name for slot in each[1]})))
     if missing:
         raise ArtifactError(f"{headers[0].path} lacks {len(missing)} tensors, such as {missing[0]}. {FIX}")
-    # Of alternatives, which give one tensor different parts, the last one counts that is wholly there.
+    # Alternatives give one tensor different parts; the last one with all tensors wins.
     names = Counter(slot.name for slot in slots)
     alternatives = {slot.group for slot in slots if names[slot.name] > 1}
     partly = {slot.group for slot in slots if slot.name not in there} & alternatives
@@ -180,7 +180,7 @@ def _fitting_row(headers: list[Header], rows: list[Architecture]) -> tuple[Archi
 
 
 def _lacking(row: Architecture, slots: list[Slot], there: set[str]) -> list[str]:
-    """List the tensors, those of all alternatives included, that every file of such a model has and this one lacks."""
+    """List the missing tensors that every file of such a model has, for all alternatives."""
     names = Counter(slot.name for slot in slots)
     needed = (slot for slot in slots if slot.condition is None or names[slot.name] > 1)
     return sorted({slot.name for slot in needed if row.head not in slot.parts} - there)
@@ -193,7 +193,7 @@ def _parts(row: Architecture) -> Iterator[str]:
 
 
 def _shape_of(headers: list[Header], name: str, of_heads: bool) -> ModelShape:
-    """Return the numbers in a file's keys; `of_heads`: it has a matrix for each head. Raises ArtifactError."""
+    """Return the numbers in a file's keys; `of_heads`: it has a matrix per head. Raises ArtifactError."""
     first, own = headers[0], f"{name}."
     keys = {key.removeprefix(own): value for key, value in first.keys.items() if key.startswith(own)}
 
@@ -222,10 +222,10 @@ def _shape_of(headers: list[Header], name: str, of_heads: bool) -> ModelShape:
 
 
 def _of_shape(path: Path, tensor: Stored, expected: tuple[int, ...]) -> Stored:
-    """Give a matrix of one row, which llama-quantize writes as a vector, its shape; raise ArtifactError."""
+    """Reshape a one-row matrix, which llama-quantize writes as a vector; raise ArtifactError for other shapes."""
     if tensor.shape != expected and expected != (1, *tensor.shape):
         raise ArtifactError(
-            f"{path}: the tensor {tensor.name} has the shape {tensor.shape}, and the file's keys ask for {expected}. "
+            f"{path}: the tensor {tensor.name} has the shape {tensor.shape}, but the file's keys require {expected}. "
             f"{FIX}"
         )
     return replace(tensor, shape=expected)

@@ -1,8 +1,8 @@
-"""The shape of each tensor of a file, by the model's numbers, which are the file's own keys.
+"""The shape of each tensor in a file, from the model's numbers in the file's keys, and orders of rows.
 
-llama.cpp checks the tensors of a file against its keys (src/models/ of https://github.com/ggml-org/llama.cpp), and
-transformers those of a checkpoint against config.json: without such checks a file could be written that nothing loads.
-Also the orders of rows that llama.cpp wants of fused or rotated weights: the source's rows as the file has them.
+llama.cpp checks a file's tensors against its keys (src/models/ of https://github.com/ggml-org/llama.cpp), and
+transformers checks a checkpoint's against config.json. Without such checks a file could be written that nothing loads.
+llama.cpp needs fused or rotated weights in another order of rows: an order lists the source's rows for the file.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 Value = bool | int | float | str | list[Any]
 Factors = dict[str, NDArray[np.float32]]
 Lengths = tuple[str, ...]  # names of lengths in `ModelShape.lengths`, columns last
-# The numbers of every model. Those of `BY_BLOCK` may be a list with one for each block.
+# Numbers of every model. Those in `BY_BLOCK` may be a list with one per block.
 BLOCKS, CONTEXT, HIDDEN, EXPERTS = "block_count", "context_length", "embedding_length", "expert_count"
 QUERY_HEADS, KEY_HEADS, INNER = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 KEY_LENGTH, VALUE_LENGTH = "attention.key_length", "attention.value_length"
 NUMBERS = (BLOCKS, CONTEXT, HIDDEN, INNER, QUERY_HEADS, KEY_HEADS, KEY_LENGTH, VALUE_LENGTH, EXPERTS)
 BY_BLOCK = (QUERY_HEADS, KEY_HEADS, INNER)
-ROTATED = "rope.dimension_count"  # given where only some values of a head can turn
-SHARED = "attention.shared_kv_layers"  # the last blocks, which take the keys and values of earlier ones
+ROTATED = "rope.dimension_count"  # set if only part of a head may rotate
+SHARED = "attention.shared_kv_layers"  # number of last blocks that reuse keys and values
 SLIDING_BLOCKS = "attention.sliding_window_pattern"  # which blocks have a window
-# What is another length in blocks with a window where there is such a key with "_swa" behind.
+# Keys that may have another value in blocks with a window, in a key with the suffix "_swa".
 OF_WINDOWS = (KEY_LENGTH, "attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla")
-LAUREL = 64  # rank of Gemma 3n's, which llama.cpp has fixed
+LAUREL = 64  # rank in Gemma 3n, fixed in llama.cpp
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Heads:
     query: int
     key: int
     size: int
-    turned: int = 0  # rows that turn; 0: all
+    turned: int = 0  # rotated rows; 0: all
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """A model's numbers."""
 
-    keys: Mapping[str, Value]  # of the file, without the architecture's name in front
+    keys: Mapping[str, Value]  # the file's keys, without the architecture's prefix
     vocabulary: int
-    gate: int = 1  # gates of a query head, one or one for each value
-    tied: bool = False  # the head is the embedding
+    gate: int = 1  # gates per query head: one, or one per value
+    tied: bool = False  # whether the head is the embedding
     factors: Factors = field(default_factory=dict)  # the rope's divisors (rotated / 2,) by tensor name
-    recurs: bool = False  # these are the numbers of a block without attention
+    recurs: bool = False  # whether these are the numbers of a block without attention
 
     def number(self, key: str, default: int = 0) -> int:
         """Return the whole number at `key`, the largest of a list, or `default` for anything else."""
@@ -74,7 +74,7 @@ class ModelShape:
 
     @property
     def own_blocks(self) -> int:
-        """Blocks with keys and values of their own; those behind them take the keys of these."""
+        """Return the number of blocks with their own keys and values; later blocks reuse them."""
         return self.blocks - self.number(SHARED)
 
     @property
@@ -85,18 +85,18 @@ class ModelShape:
 
     @property
     def linear_heads(self) -> Heads:
-        """The heads of a gated delta rule: values, keys, and the values of each."""
+        """Return the heads of a gated delta rule: value heads, key heads, and the size of each."""
         values = self.number("ssm.time_step_rank")
         return Heads(values, self.number("ssm.group_count"), self.number("ssm.inner_size") // max(values, 1))
 
     @property
     def index_heads(self) -> Heads:
-        """The heads of an indexer, which have one key."""
+        """Return the heads of an indexer, which share one key."""
         heads, size = (self.number(f"attention.indexer.{name}") for name in ("head_count", "key_length"))
         return Heads(heads, 1, size, self.number(ROTATED))
 
     def of_block(self, block: int) -> ModelShape:
-        """Return the numbers of one block; 0 in a list, for a block without such tensors, becomes the others'."""
+        """Return the numbers of one block; a 0 in a list (no such tensors) becomes the other blocks' number."""
         listed = {key: value[block : block + 1] for key, value in self.keys.items() if isinstance(value, list)}
         own = {key: (listed[key] or [0])[0] or self.number(key) for key in BY_BLOCK if key in listed}
         if any(listed.get(SLIDING_BLOCKS, [])):
@@ -105,7 +105,7 @@ class ModelShape:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Every length by its name in `SHAPES`."""
+        """Return every length by its name in `SHAPES`."""
         heads, linear, index, number = self.heads, self.linear_heads, self.index_heads, self.number
         query, key, value = heads.query * heads.size, heads.key * heads.size, number(VALUE_LENGTH)
         inner, rotated, latent = number(INNER), number(ROTATED), number("attention.kv_lora_rank")
@@ -142,7 +142,7 @@ class ModelShape:
         }  # fmt: skip
 
 
-# By the name in the file, without the block in front and ``.weight`` behind; a bias has not the last length.
+# By the name in the file, without the block's prefix and ``.weight``; a bias lacks the last length.
 SHAPES: Mapping[str, Lengths] = {
     "token_embd": ("tokens", "hidden"), "position_embd": ("positions", "hidden"), "output": ("tokens", "hidden"),
     "attn_q": ("queries", "hidden"), "attn_k": ("keys", "hidden"), "attn_v": ("keys", "hidden"),
@@ -183,7 +183,7 @@ SHAPES: Mapping[str, Lengths] = {
 
 
 def expected_shape(name: str, lengths: Mapping[str, int], other: Mapping[str, Lengths]) -> tuple[int, ...]:
-    """Return the file's shape of the tensor `name`; `other` are an architecture's own. Raises KeyError."""
+    """Return the file's shape of the tensor `name`; `other` has an architecture's own shapes. Raises KeyError."""
     own = re.sub(r"^blk\.\d+\.", "", name)
     stem = own.removesuffix(".weight").removesuffix(".bias")
     shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])
@@ -196,27 +196,27 @@ RowReader = Callable[[int, int], NDArray[Any]]  # (start, stop) -> those rows
 
 @dataclass(frozen=True)
 class Order:
-    """`rows` makes the order of the rows of the `heads` of a model; `rotary`: pairs of a head turn."""
+    """An order of rows: `rows` makes it for a model's `heads`; `rotary`: the order is for rotated pairs."""
 
     rows: Callable[[Heads], RowOrder]
     heads: Callable[[ModelShape], Heads] = lambda shape: shape.heads
     rotary: bool = False
 
     def of(self, shape: ModelShape, count: int) -> RowOrder:
-        """Return the order of a tensor of `count` rows; raise ValueError if those are not the heads' rows."""
+        """Return the order of a tensor of `count` rows; raise ValueError if the heads have another count."""
         heads = self.heads(shape)
         turned = heads.turned or heads.size
         uneven = self.rotary and (turned % 2 != 0 or turned > heads.size)
         if not (heads.query and heads.key and heads.size) or heads.query % heads.key or uneven:
-            raise ValueError(f"{count} rows are no {heads.query} query and {heads.key} key heads of {heads.size}")
+            raise ValueError(f"{count} rows do not match {heads.query} query and {heads.key} key heads of {heads.size}")
         order = self.rows(heads)
         if len(order) != count:
-            raise ValueError(f"{count} rows, and its heads have {len(order)}")
+            raise ValueError(f"{count} rows, but its heads have {len(order)}")
         return order
 
 
 def _halves(count: int, heads: Heads) -> RowOrder:
-    """Turn halves of what turns of a head into neighbouring pairs: transformers turns halves, ggml pairs."""
+    """Interleave the halves of a head's rotated rows: transformers rotates halves, ggml neighbouring pairs."""
     turned = heads.turned or heads.size
     rows = np.arange(count * heads.size).reshape(count, heads.size)
     halves = rows[:, :turned].reshape(count, 2, turned // 2)
@@ -224,19 +224,19 @@ def _halves(count: int, heads: Heads) -> RowOrder:
 
 
 def _groups(heads: Heads) -> RowOrder:
-    """(key heads, their queries and key and value, size): all queries first, then all keys, then all values."""
+    """Reorder (key heads, their queries and key and value, size) to all queries, then all keys, then all values."""
     rows = np.arange((heads.query + 2 * heads.key) * heads.size).reshape(heads.key, -1, heads.size)
     return np.concatenate([rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)])
 
 
 def _tiled(heads: Heads, size: int, before: int = 0) -> RowOrder:
-    """(key heads, their values, size) after `before` other rows: the first value of each key head, then the second."""
+    """Reorder (key heads, their values, size), after `before` rows, to each key head's first value, then the second."""
     values = np.arange(heads.query * size).reshape(heads.key, -1, size).swapaxes(0, 1).reshape(-1)
     return np.concatenate([np.arange(before), before + values])
 
 
 def _of_groups(heads: Heads, gates: bool) -> RowOrder:
-    """(key heads, query key values gates, size): the gates, or all queries, then all keys, then all values."""
+    """Reorder (key heads, query key values gates, size) to the gates, or to all queries, then keys, then values."""
     shared = heads.query // heads.key
     rows = np.arange(2 * (heads.key + heads.query) * heads.size).reshape(heads.key, -1, heads.size)
     if gates:
@@ -247,21 +247,21 @@ def _of_groups(heads: Heads, gates: bool) -> RowOrder:
 QUERY_HALVES = Order(lambda heads: _halves(heads.query, heads), rotary=True)
 KEY_HALVES = Order(lambda heads: _halves(heads.key, heads), rotary=True)
 GROUPS = Order(_groups)
-# Of a gated delta rule.
+# Orders of a gated delta rule.
 _linear = partial(Order, heads=lambda shape: shape.linear_heads)
 TILED_HEADS = _linear(lambda heads: _tiled(heads, 1))
 TILED_VALUES = _linear(lambda heads: _tiled(heads, heads.size))
 TILED_CHANNELS = _linear(lambda heads: _tiled(heads, heads.size, 2 * heads.key * heads.size))
 CHANNELS_OF_GROUPS = _linear(lambda heads: _of_groups(heads, gates=False))
 GATES_OF_GROUPS = _linear(lambda heads: _of_groups(heads, gates=True))
-# Of an indexer, whose heads all have one key: neighbouring pairs of what turns become halves.
+# Orders of an indexer, whose heads share one key: neighbouring pairs of rotated rows become halves.
 _indexer = partial(Order, heads=lambda shape: shape.index_heads, rotary=True)
 INDEX_QUERY_PAIRS = _indexer(lambda heads: np.argsort(_halves(heads.query, heads)))
 INDEX_KEY_PAIRS = _indexer(lambda heads: np.argsort(_halves(heads.key, heads)))
 
 
 def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
-    """Return a reader of rows in `order`, which reads each run of neighbouring rows with one call of `read`."""
+    """Return a reader of rows in `order` that reads each run of neighbouring rows with one call of `read`."""
     if order is None:
         return read
 

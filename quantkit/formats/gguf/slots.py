@@ -1,8 +1,8 @@
-"""Slots: each tensor of a file, the source's tensors that it is made from, and the way there and back.
+"""Slots: each tensor of a file, the source's tensors that it is made from, and the conversion in both directions.
 
-They are a row of `known.KNOWN` for a model's numbers. Plan, writer, reader and checks all use them.
-gpt-oss, Llama 4 and Granite have tensors with a matrix of every expert, DeepSeek such keys and values of heads. They
-are split for a file, which has a tensor of all gates and one of all ups, and put together again.
+A row of `known.KNOWN` and a model's numbers give its slots. Plan, writer, reader and checks all use them.
+gpt-oss, Llama 4 and Granite stack the matrices of experts in one tensor, DeepSeek the keys and values of heads. They
+are split for a file, which has one tensor of all gates and one of all ups, and stacked again when it is read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from quantkit.formats.gguf.architectures.record import (
 from quantkit.formats.gguf.shapes import ModelShape, RowOrder, RowReader, expected_shape, in_order
 from quantkit.models.source import OverriddenSource, Override, Source
 
-# What the name of a part may count, and the length that says how many there are.
+# What a part's name may count, and the length with the number of such parts.
 COUNTED = {"expert": "experts", "head": "heads", "state": "other states"}
-# Vectors of the source that some files have as matrices, and its convolutions, which are of one channel each.
+# Source vectors that are matrices in some files, and convolutions, which have one channel each.
 FLAT = ("ssm_a", "ssm_d", "ssm_norm.weight")
 CONVOLUTIONS = (".conv.weight", "conv1d.weight")
 
@@ -49,30 +49,30 @@ class Slot:
     shape: tuple[int, ...]
     model: ModelShape
     transform: Transform
-    counted: str = ""  # the kind of parts that are in a further dimension
-    factor: float = 1.0  # of a vector
-    condition: Callable[[Any], Any] | None = None  # of a configuration: whether a model has the tensor
-    group: tuple[int, int] = (0, 0)  # tensors of a block that exist together; it decides between slots with one name
+    counted: str = ""  # the kind of parts along the extra dimension
+    factor: float = 1.0  # factor of a vector
+    condition: Callable[[Any], Any] | None = None  # whether a model of a configuration has the tensor
+    group: tuple[int, int] = (0, 0)  # tensors of a block that exist together; selects between slots with one name
 
     @cached_property
     def rows(self) -> RowOrder | None:
-        """The source's rows as the file has them; raises ValueError."""
+        """Return the order of the source's rows in the file; raises ValueError."""
         order = self.transform.rows
         return None if order is None else order.of(self.model, self.shape[0])
 
     @cached_property
     def columns(self) -> RowOrder | None:
-        """The source's columns as the file has them; raises ValueError."""
+        """Return the order of the source's columns in the file; raises ValueError."""
         order = self.transform.columns
         return None if order is None else order.of(self.model, self.shape[-1])
 
     @property
     def is_vector(self) -> bool:
-        """Whether the source has a vector, whatever its shape in the file."""
+        """Return whether the tensor is a vector in the source, of any shape in the file."""
         return len(self.shape) == 1 or (self.name.startswith("blk.") and self.name.split(".", 2)[2] in FLAT)
 
     def source_shape(self, rows: int) -> tuple[int, ...]:
-        """Return the shape of a part; `rows` are those of one that is split among several tensors of the file."""
+        """Return a part's shape; `rows` is the count of a part that is split among several tensors of the file."""
         shape = self.shape[1:] if self.counted else self.shape
         shape = shape[::-1] if self.transform.transposed else shape
         if self.transform.split:
@@ -82,7 +82,7 @@ class Slot:
         return (shape[0], 1, shape[1]) if self.parts[0].endswith(CONVOLUTIONS) and len(shape) == 2 else shape
 
     def to_file(self, source: Source, name: str) -> RowReader:
-        """Return a reader of the file's rows, float32, made of the checkpoint's tensor `name`."""
+        """Return a reader of the file's rows, float32, made from the checkpoint's tensor `name`."""
         transform = self.transform
         if len(source.info(name).shape) == 1 or self.is_vector:
             values = source.floats(name).reshape(-1) * np.float32(self.factor) + np.float32(transform.shift)
@@ -97,10 +97,10 @@ class Slot:
         return lambda start, stop: read(start, stop).reshape(stop - start, -1)[:, columns]
 
     def from_file(self, read: RowReader) -> Iterator[tuple[str, Rows]]:
-        """Yield the parts, made of the file's rows that `read` reads; raise ValueError."""
+        """Yield the parts, made from the file's rows that `read` reads; raise ValueError."""
         transform, total = self.transform, math.prod(self.shape[:-1])
         if self.is_vector:
-            with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite is refused by whoever reads it
+            with np.errstate(invalid="ignore", divide="ignore"):  # the reader refuses values that are not finite
                 values = (read(0, total).reshape(-1) - np.float32(transform.shift)) / np.float32(self.factor)
                 values = values if transform.function is None else transform.function.from_file(values)
             values = values if self.rows is None else values[np.argsort(self.rows)]
@@ -133,7 +133,7 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
     slots: list[Slot] = []
 
     def mapped(origin: str) -> str | None:
-        known = (origin, origin.removeprefix(row.prefix))  # some names are known without it alone
+        known = (origin, origin.removeprefix(row.prefix))  # some names are known only without the prefix
         return next(filter(None, (table.get_name(name, try_suffixes=(".weight", ".bias")) for name in known)), None)
 
     def add(parts: Parts, block: int | None = None, condition: Condition | None = None, group: int = 0) -> None:
@@ -150,7 +150,7 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
             plain = Transform(shift=row.norm_shift if part.endswith("norm.weight") else 0.0)
             how = next((how for end, how in TRANSFORMS.items() if key.endswith(end)), plain)
             how = row.transforms.get(key, how)
-            known = mapped(stem + part) if kind and not counted else None  # gguf's names of others lack an ending
+            known = mapped(stem + part) if kind and not counted else None  # gguf's other names lack an ending
             known = known or next((own + found + kind for end, found in ENDINGS.items() if key.endswith(end)), None)
             name = own + named if named else known or mapped(stem + part)
             placed = {own + name: replace(how, rows=rows) for name, rows in how.split.items()}
@@ -165,7 +165,7 @@ def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
     add(row.outside)
     for condition, outside in row.outside_if:
         add(outside, condition=condition)
-    if mapped(row.head) is not None:  # llama.cpp ties some heads always
+    if mapped(row.head) is not None:  # llama.cpp always ties some heads
         add((row.head,))
     for block in range(model.blocks):
         add(row.parts, block)
@@ -179,7 +179,7 @@ def _asked(condition: Condition, block: int, config: Any) -> Any:
 
 
 def is_taken(name: str, row: Architecture, own_blocks: int) -> bool:
-    """Return whether transformers' tensor is of keys or values in a block that takes those of another."""
+    """Return whether a transformers tensor makes keys or values in a block that reuses another block's."""
     block, part = row.block_and_part(name)
     return row.shares_keys and block >= own_blocks and part.startswith(tuple(f"{own}." for own in OWN_KEYS))
 
@@ -202,7 +202,7 @@ def _info(stored: TensorInfo, piece: Piece) -> TensorInfo:
 
 
 def unstacked(source: Source, row: Architecture) -> Source:
-    """Return the source with its stacks taken apart, or itself; raise UnsupportedError for other shapes."""
+    """Return the source with its stacks split, or itself; raise UnsupportedError for other shapes."""
     pieces: dict[str, Piece] = {}
     behind = {stack.part: stack for stack in row.stacks}
     for name in source.tensors if behind else ():
@@ -212,7 +212,7 @@ def unstacked(source: Source, row: Architecture) -> Source:
     if not pieces:
         return source
 
-    @lru_cache(maxsize=1)  # pieces of a matrix are read one after the other, in slabs
+    @lru_cache(maxsize=1)  # pieces of a matrix are read consecutively, in slabs
     def matrix(name: str, stack: Stack, index: int, height: int) -> NDArray[Any]:
         if stack.rows is not None:
             return source.stored(name, index * height, (index + 1) * height)
@@ -242,7 +242,7 @@ def _pieces_of(source: Source, name: str, blocks: str, block: int, stack: Stack)
         wrong = wrong or not heights[0] or height % each != 0
     if wrong:
         raise UnsupportedError(
-            f"{source.model}: the tensor {name} has the shape {shape}, which is no stack of matrices"
+            f"{source.model}: the tensor {name} has the shape {shape}, which is not a stack of matrices"
         )
     total, first = sum(heights), 0
     found: dict[str, Piece] = {}
@@ -260,7 +260,7 @@ def one_of(part: str, index: int) -> str:
 
 
 def restacked(tensors: Mapping[str, Rows], row: Architecture, count: int) -> Iterator[tuple[str, Rows]]:
-    """Yield `tensors` with the pieces of each stack put together under its name, in `count` blocks."""
+    """Yield `tensors` with the pieces of each stack joined under its name, in `count` blocks."""
     left = dict(tensors)
     made: dict[str, Rows] = {}
     for prefix in (f"{row.blocks}.{block}." for block in range(count)):

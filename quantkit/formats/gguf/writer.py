@@ -1,4 +1,4 @@
-"""One pass from safetensors to a GGUF file: rows are read, reordered, packed by ggml, and written in order.
+"""Write a GGUF file in one pass: rows are read, reordered, packed by ggml, and written in order.
 
 Memory holds a few slabs of rows. The bytes do not depend on the number of threads. Keys are those of llama.cpp's
 converter.
@@ -42,18 +42,18 @@ Packed = Iterator[tuple[PlannedTensor, NDArray[np.uint8]]]
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file will hold."""
+    """The content of a file to write."""
 
     source: Source
     file_type: str  # the name of its mix of types
     plan: Plan
     vocabulary: Vocabulary
-    split_bytes: int = 0  # most bytes of a file; 0: it is not split
-    weighted: bool = False  # it is made with an importance, on which llama.cpp's mixes depend
+    split_bytes: int = 0  # most bytes per file; 0: do not split
+    weighted: bool = False  # whether there is an importance matrix, which changes llama.cpp's mixes
 
     @property
     def metadata_bytes(self) -> int:
-        """About the bytes that are not weights."""
+        """Return the approximate bytes that are not weights."""
         return 4096 + self.vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in self.plan.tensors)
 
     def with_types(self, types: Mapping[str, str]) -> GgufFile:
@@ -76,9 +76,9 @@ def write_file(
     spool: Spool | None = None,
     partial: bool = False,
 ) -> None:
-    """Write the file into `run.folder`; raise SourceError for weights or importance that ggml would spoil.
+    """Write the file into `run.folder`; raise SourceError for weights or importance that ggml would corrupt.
 
-    `importance` is of the source's weights, `partial` if it may lack some. `spool` holds rows that are packed already.
+    `importance` is by the source's weights; `partial`: it may lack some. `spool` has rows that are already packed.
     """
     weights = _weights(file, importance, partial)
     tensors = file.plan.tensors
@@ -107,7 +107,7 @@ def write_vocabulary(file: GgufFile, run: Run) -> None:
 
 @contextmanager
 def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor, ...] = ()) -> Iterator[Any]:
-    """Yield a gguf.GGUFWriter whose file, or files, hold keys, tokenizer and the list of `tensors`."""
+    """Yield a gguf.GGUFWriter whose files have keys, tokenizer and the list of `tensors`."""
     import gguf
 
     path = folder / f"{model_name(file.source)}-{name}.gguf"
@@ -137,7 +137,7 @@ def _weights(file: GgufFile, importance: Importance, partial: bool) -> dict[str,
             rows = np.stack([without_silent_runs(importance[part]) for part in tensor.parts])
             weights[tensor.name] = rows if tensor.columns is None else rows[:, tensor.columns]
         elif tensor.is_weighted and not partial:
-            raise SourceError(f"{file.source.model}: the calibration gave no importance for {missing[0]}")
+            raise SourceError(f"{file.source.model}: calibration measured no importance for {missing[0]}")
     return weights
 
 
@@ -159,7 +159,7 @@ def _add_keys(writer: Any, file: GgufFile) -> None:
 
 
 def _file_type(bits: str, plan: Plan) -> str:
-    """Return what the file calls itself: its mix, or with chosen types that of the type with the most weights."""
+    """Return the file type to store: the mix, or for chosen types the mix of the type with the most weights."""
     if bits == "MXFP4":
         return "MOSTLY_MXFP4_MOE"
     if bits != "auto":
@@ -200,8 +200,8 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
 
 def _spooled(tensor: PlannedTensor, spool: Spool) -> NDArray[np.uint8]:
     rows, slot = np.concatenate([spool.get(part).numpy() for part in tensor.parts]), tensor.slot
-    assert slot is not None  # it has parts
-    if slot.transform.shift or slot.factor != 1:  # of a norm, whose rows are one float32 each
+    assert slot is not None  # a tensor with parts has a slot
+    if slot.transform.shift or slot.factor != 1:  # a norm, whose rows are one float32 each
         values = rows.view(np.float32) * np.float32(slot.factor)
         rows = (values + np.float32(slot.transform.shift)).view(np.uint8)
     return rows if slot.rows is None else rows[slot.rows]

@@ -1,6 +1,6 @@
-"""GGUF: llama.cpp's K-quants, IQ types and plain types, in one pass from safetensors.
+"""GGUF: llama.cpp's K-quants, IQ types and plain types, written in one pass.
 
-With or without an importance matrix, or with codes chosen with error feedback.
+With or without an importance matrix, or with error feedback.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from quantkit.models.config import keep_tokenizer
 from quantkit.records.recipe import Strict
 from quantkit.system.sizes import parse_size
 
-RECORD = "error_feedback"  # what manifests call the constants of error_feedback.py
-BFLOAT16 = 2  # bytes of a value that flows through the blocks
-FLOAT32 = 4  # bytes of one that importance is summed of
+RECORD = "error_feedback"  # name of error_feedback.py's constants in manifests
+BFLOAT16 = 2  # bytes per activation
+FLOAT32 = 4  # bytes per activation where importance is summed
 
 
 class Options(Strict):
@@ -50,7 +50,7 @@ class Options(Strict):
     imatrix: bool = Field(False, description="weight the rounding by an importance matrix from the calibration text")
     imatrix_file: str | None = Field(None, description="weight the rounding by an importance file of llama.cpp")
     rounding: Literal["nearest", "gptq"] = Field(
-        "nearest", description="gptq: codes chosen with error feedback; nearest: llama.cpp's own bytes"
+        "nearest", description="gptq: choose codes with error feedback; nearest: the same bytes as llama.cpp"
     )
     target_size: str | int | None = Field(
         None, description="with bits auto: choose types for a file of this size, as 90MB"
@@ -59,43 +59,43 @@ class Options(Strict):
         None, gt=0, description="with bits auto: choose types for these bits per weight of the whole file"
     )
     target_kld: float | None = Field(
-        None, gt=0, description="with bits auto: choose types for this estimated divergence in nats a token"
+        None, gt=0, description="with bits auto: choose types for this estimated divergence in nats per token"
     )
     split_max_size: str | int | None = Field(
         None, description="write files of at most this size, as 2GB, named as llama.cpp names them"
     )
-    vocab_only: bool = Field(False, description="write the keys and the tokenizer alone, without a tensor")
+    vocab_only: bool = Field(False, description="write only the keys and the tokenizer, no tensors")
     tensor_type: Annotated[dict[str, str] | None, BeforeValidator(as_table)] = Field(
-        None, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
+        None, description="types of some tensors: PATTERN=TYPE,...; a pattern is a regular expression"
     )
     token_embedding_type: str | None = Field(
-        None, description="type of the embedding, such as Q8_0 or Q4_K; where the head is tied to it, of that, too"
+        None, description="type of the embedding, such as Q8_0 or Q4_K; also of a head tied to it"
     )
-    output_tensor_type: str | None = Field(None, description="type of an output head that is not tied to the embedding")
+    output_tensor_type: str | None = Field(None, description="type of an output head not tied to the embedding")
 
     @property
     def feedback(self) -> bool:
-        """Whether codes are chosen with error feedback."""
+        """Return whether codes are chosen with error feedback."""
         return self.rounding == "gptq"
 
     @property
     def targeted(self) -> bool:
-        """Whether types are chosen by what they harm."""
+        """Return whether types are chosen for a target."""
         return any(target is not None for target in (self.target_size, self.target_bpw, self.target_kld))
 
     @property
     def calibrated(self) -> bool:
-        """Whether a calibration text is needed."""
+        """Return whether a calibration text is needed."""
         return self.imatrix or self.feedback or self.targeted
 
     @property
     def types(self) -> dict[str, str]:
-        """The types that are given for single tensors, by regular expression, the last one that is found counting."""
+        """Return the given types by regular expression; the last one found in a tensor's name wins."""
 
         def named(*pairs: tuple[str, str | None]) -> dict[str, str]:
             return {f"^{re.escape(name)}$": kind for name, kind in pairs if kind is not None}
 
-        # As in llama.cpp a table of inputs of each block is like the embedding, unless it is named itself.
+        # As in llama.cpp, a per-block embedding has the embedding's type, unless a pattern names it.
         like = named((PER_LAYER, self.token_embedding_type))
         outside = named((EMBEDDING, self.token_embedding_type), (OUTPUT, self.output_tensor_type))
         return like | (self.tensor_type or {}) | outside
@@ -104,19 +104,19 @@ class Options(Strict):
 def check(job: Job[Options]) -> Checked[GgufFile]:
     """Refuse what cannot be converted, and plan the file.
 
-    Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not follow,
+    Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not reproduce,
     SourceError for an incomplete checkpoint, RecipeError for options that contradict each other or change nothing.
     """
     options = job.options
     bits, feedback = job.bits, options.feedback
     for what, given in (("the option imatrix", options.imatrix), ("rounding gptq", feedback)):
         if given and bits in UNWEIGHTED:
-            raise RecipeError(f"{what} changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
+            raise RecipeError(f"{what} has no effect on {bits}. Leave it out, or choose Q2_K .. Q6_K.")
     if bits in WEIGHTED_ONLY and not (options.imatrix or options.imatrix_file or feedback):
-        raise RecipeError(f"{bits} is made only with an importance. Add --imatrix, --imatrix-file or --rounding gptq.")
+        raise RecipeError(f"{bits} needs an importance matrix. Add --imatrix, --imatrix-file or --rounding gptq.")
     if options.imatrix_file is not None and (options.imatrix or feedback or bits in UNWEIGHTED):
         other = "imatrix" if options.imatrix else bits if bits in UNWEIGHTED else "rounding gptq"
-        raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
+        raise RecipeError(f"imatrix_file has no effect with {other}. Leave one of them out.")
     _refuse_types(options)
     split_bytes = 0 if options.split_max_size is None else parse_size(options.split_max_size, "split_max_size")
     weighted = options.imatrix_file is not None or options.calibrated
@@ -125,19 +125,19 @@ def check(job: Job[Options]) -> Checked[GgufFile]:
     if options.output_tensor_type is not None and OUTPUT not in file.plan.choices:
         raise RecipeError(
             f"output_tensor_type: the output head of {job.source.model} is tied to its embedding. Give "
-            "token_embedding_type, which is the type of both."
+            "token_embedding_type, which sets both."
         )
     notes = (*file.vocabulary.algorithm.notes, *_importance_notes(job, file))
     if options.vocab_only:
         if others := sorted(job.recipe.options.keys() - {"vocab_only"}):
-            raise RecipeError(f"vocab_only writes no tensor, so {others[0]} changes nothing. Leave one of them out.")
+            raise RecipeError(f"vocab_only writes no tensors, so {others[0]} has no effect. Leave one of them out.")
         return Checked(file, file.metadata_bytes, notes=notes)
     target = _target(job, file.metadata_bytes)
     if options.split_max_size is not None and split_bytes < 1:
-        raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
+        raise RecipeError("split_max_size = 0 is too small. Give a size such as 2GB.")
     for pattern in options.tensor_type or {}:
         if not any(given_type(tensor.name, {pattern: "F32"}) for tensor in file.plan.tensors):
-            raise RecipeError(f"tensor_type: the pattern {pattern!r} is found in no tensor's name.")
+            raise RecipeError(f"tensor_type: the pattern {pattern!r} matches no tensor's name.")
     nbytes = file.plan.tensor_bytes
     if target is not None:
         refuse_target(file.plan, target)
@@ -145,13 +145,13 @@ def check(job: Job[Options]) -> Checked[GgufFile]:
     if options.calibrated:
         nbytes += _work_bytes(job, file.plan)
         if any(tensor.is_of_heads for tensor in file.plan.tensors):
-            notes = (*notes, "what heads make of the latent values is rounded without the calibration")
+            notes = (*notes, "the heads' projections of latent values are rounded without calibration")
     notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file), *_outside_notes(job, file.plan))
     return Checked(file, nbytes + file.metadata_bytes, notes=notes)
 
 
 def _target(job: Job[Options], other_bytes: int) -> Target | None:
-    """Return what the options ask for, or None; `other_bytes` of a file are no tensors. Raises RecipeError."""
+    """Return the target of the options, or None; `other_bytes` of the file are not tensors. Raises RecipeError."""
     options = job.options
     targets = ("target_size", "target_bpw", "target_kld")
     given_target(job, targets, ("tensor_type", "token_embedding_type", "output_tensor_type"), "types")
@@ -165,7 +165,7 @@ def _target(job: Job[Options], other_bytes: int) -> Target | None:
 
 
 def _work_bytes(job: Job[Options], plan: Plan) -> int:
-    """Most bytes of the files beside the one that is made: activations and, with error feedback, the packed blocks."""
+    """Return the most bytes of temporary files: activations and, with error feedback, packed blocks."""
     spec, hidden = job.recipe.calibration, plan.shape.hidden
     tokens = spec.sequences * spec.length
     between = tokens * hidden * BFLOAT16
@@ -173,18 +173,18 @@ def _work_bytes(job: Job[Options], plan: Plan) -> int:
         return between
     blocks = [tensor for tensor in plan.tensors if tensor.name.startswith("blk.") and len(tensor.shape) > 1]
     inside = tokens * (2 * hidden + max([3 * hidden, *(tensor.shape[-1] for tensor in blocks)])) * BFLOAT16
-    # The unquantized blocks run beside the quantized ones; packed rows stay until the file is proven.
+    # Unquantized blocks run, too; packed rows stay until the file is checked.
     return 2 * (between + inside) + sum(tensor.padded() for tensor in blocks)
 
 
 def _engine_notes(file: GgufFile) -> list[str]:
-    """What llama.cpp does otherwise than the source."""
+    """Note where llama.cpp differs from the source."""
     notes = []
     if window := ignored_window(file.source, file.plan.shape):
-        notes.append(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
+        notes.append(f"llama.cpp ignores the sliding window: beyond {window} tokens its output differs from the source")
     if rounds_yarn(file.source.settings):
         notes.append(
-            "llama.cpp rounds the range of frequencies that YaRN mixes to whole ones, and the source does not: the "
+            "llama.cpp rounds YaRN's range of mixed frequencies to integers, unlike the source: the "
             "rotated values differ a little"
         )
     if file.plan.architecture.differs:
@@ -193,24 +193,22 @@ def _engine_notes(file: GgufFile) -> list[str]:
     epsilon = keys.get("attention.layer_norm_rms_epsilon")
     if row.fixed_epsilon and epsilon != FIXED_EPSILON:
         notes.append(
-            f"llama.cpp takes the epsilon {epsilon:g} for the {row.fixed_epsilon}, the source {FIXED_EPSILON:g}: they "
+            f"llama.cpp uses epsilon {epsilon:g} for the {row.fixed_epsilon}, the source {FIXED_EPSILON:g}: results "
             "differ a little"
         )
     if keys.get("rope.scaling.type") == "longrope":
         original = keys["rope.scaling.original_context_length"]
         notes.append(
-            f"llama.cpp takes the rope's long factors where its context has more than {original} tokens, transformers "
-            "where the text has: give -c accordingly"
+            f"llama.cpp uses the rope's long factors if its context exceeds {original} tokens, transformers if "
+            "the text does: set -c accordingly"
         )
     if guesses := [name for name in file.source.tensors if guesses_further(name, file.source, file.plan.shape.blocks)]:
-        notes.append(
-            f"{len(guesses)} tensors of the source that guess further tokens are left out: {guesses[0]} and so on"
-        )
+        notes.append(f"{len(guesses)} tensors for multi-token prediction are left out, such as {guesses[0]}")
     return notes
 
 
 def _outside_notes(job: Job[Options], plan: Plan) -> list[str]:
-    """What share of the file embedding and head have, where their types are given."""
+    """Note the share of embedding and head in the file, if their types are given."""
     if job.options.token_embedding_type is None and job.options.output_tensor_type is None:
         return []
     outside = [tensor for tensor in plan.tensors if tensor.name in (EMBEDDING, OUTPUT)]
@@ -219,7 +217,7 @@ def _outside_notes(job: Job[Options], plan: Plan) -> list[str]:
     kinds = " and ".join(f"{tensor.name} {tensor.type}" for tensor in outside)
     return [
         f"{kinds}: {8 * nbytes / weights:.2f} bits per weight, {nbytes / plan.tensor_bytes:.0%} of the file's bytes, "
-        f"beside {8 * others / max(1, job.source.parameters - weights):.2f} bits per weight of all other tensors"
+        f"and {8 * others / max(1, job.source.parameters - weights):.2f} bits per weight in all other tensors"
     ]
 
 
@@ -230,16 +228,16 @@ def _refuse_types(options: Options) -> None:
     for place, kind in named.items():
         if kind is not None and kind not in TENSOR_TYPES:
             known = ", ".join(TENSOR_TYPES)
-            raise RecipeError(f"{place} = {kind!r} is no type.{near_miss(kind, TENSOR_TYPES)} Known: {known}.")
+            raise RecipeError(f"{place} = {kind!r} is not a type.{near_miss(kind, TENSOR_TYPES)} Known: {known}.")
     for pattern in types:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise RecipeError(f"tensor_type: the pattern {pattern!r} is no regular expression: {error}.") from None
+            raise RecipeError(f"tensor_type: the pattern {pattern!r} is not a regular expression: {error}.") from None
 
 
 def _refuse_without_importance(job: Job, file: GgufFile) -> None:
-    """Raise RecipeError for tensors whose types need an importance that there will not be."""
+    """Raise RecipeError for tensors whose types need an importance matrix but will have none."""
     bare = [tensor for tensor in file.plan.tensors if tensor.type in IMPORTANCE_ONLY]
     if file.weighted:
         bare = [tensor for tensor in bare if not tensor.is_weighted]
@@ -247,15 +245,15 @@ def _refuse_without_importance(job: Job, file: GgufFile) -> None:
         return
     tensor, fix = bare[0], "Add --imatrix, --imatrix-file or --rounding gptq."
     if not tensor.is_weighted:
-        fix = "No importance is measured for it: give it another type, by --tensor-type or those of embedding and head."
+        fix = "quantkit measures none for it: set another type with --tensor-type, or the embedding's or head's option."
     raise RecipeError(
-        f"{job.source.model}: {tensor.type} is made only with an importance, and {tensor.name} has none"
-        f"{f', as {len(bare) - 1} more tensors' if bare[1:] else ''}. {fix}"
+        f"{job.source.model}: {tensor.type} needs an importance matrix, and {tensor.name} has none"
+        f"{f', nor have {len(bare) - 1} more tensors' if bare[1:] else ''}. {fix}"
     )
 
 
 def _importance_notes(job: Job[Options], file: GgufFile) -> list[str]:
-    """Name the tensors that the importance file lacks; raise RecipeError where a type needs an importance.
+    """Note tensors that the importance file lacks; raise RecipeError if their types need one.
 
     The rules are those of `tensor_requires_imatrix` in llama.cpp's src/llama-quant.cpp.
     """
@@ -265,28 +263,28 @@ def _importance_notes(job: Job[Options], file: GgufFile) -> list[str]:
     needing = IMPORTANCE_ONLY | ({"Q2_K"} if job.bits == "Q2_K_S" else set())
     if (bare := next((tensor for tensor in tensors if tensor.type in needing), None)) is not None:
         raise RecipeError(
-            f"imatrix_file: {path} has no importance for {bare.name}, and {bare.type} is made only with one. Give a "
-            f"file that has it, or another type: --tensor-type {bare.name}=Q4_K."
+            f"imatrix_file: {path} has no entry for {bare.name}, which {bare.type} needs. Give a complete "
+            f"file, or another type: --tensor-type {bare.name}=Q4_K."
         )
     if not tensors:
         return []
     names = ", ".join(tensor.name for tensor in tensors[:3]) + (", ..." if tensors[3:] else "")
     count = f"{len(tensors)} of {len(file.plan.tensors)} tensors"
-    return [f"{count} are rounded without an importance, which the file lacks: {names}"]
+    return [f"{count} are rounded without importance, as the file lacks them: {names}"]
 
 
 def write(job: CheckedJob[Options, GgufFile], run: Run) -> None:
-    """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
+    """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights that ggml would corrupt."""
     file = job.checked.plan
-    keep_tokenizer(job.source.tokenizer(), run.folder)  # there will be no config.json of the model
+    keep_tokenizer(job.source.tokenizer(), run.folder)  # GGUF output has no config.json
     if job.options.vocab_only:
         write_vocabulary(file, run)
         return
     if (target := _target(job, file.metadata_bytes)) is not None:
         types: Any = run.findings.options.get("tensor_type") or choose(job, run, file.plan, target)
-        run.findings.options["tensor_type"] = types  # of a run that is taken up again
+        run.findings.options["tensor_type"] = types  # also of a resumed run
         file = file.with_types(types)
-        weighting = {} if job.options.feedback else {"imatrix": True}  # that the choice came with
+        weighting = {} if job.options.feedback else {"imatrix": True}  # the choice was made with it
         write_recipe(job, run, {"tensor_type": types, **weighting})
     if job.options.feedback:
         from quantkit.checkpoints.spool import Spool
@@ -314,7 +312,7 @@ def _calibrated(options: Options) -> bool:
 
 
 def _peak_memory(job: CheckedJob[Options, GgufFile], shapes: Shapes) -> PeakMemory:
-    """Of what is calibrated; all else is written some rows at a time."""
+    """Return the peak of calibration; all else is written some rows at a time."""
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq
     from quantkit.methods.gguf.error_feedback import GPTAQ_SHARE

@@ -1,12 +1,11 @@
-"""K-quants and IQ types with error feedback: codes by GPTQ's rule, scales refitted to them, the same bytes and readers.
+"""Error feedback for K-quants and IQ types: codes by GPTQ's rule and refitted scales, in the same format.
 
-Each linear layer's blocks are first quantized by ggml itself, weighted by the inputs' mean squares. On that grid the
-codes are then chosen anew, column by column, each error fed forward through the inputs' Hessian
-(numerics/error_feedback.py), on inputs from the layers quantized before (true sequential, GPTAQ). Then the scales
-follow (ggml/scale_refit.py).
+ggml first quantizes each layer's blocks, weighted by the inputs' mean squares. On that grid the codes are then chosen
+again, column by column, and each error is fed forward through the inputs' Hessian (numerics/error_feedback.py). Inputs
+come from the layers quantized before (true sequential, GPTAQ). Then the scales are refitted (ggml/scale_refit.py).
 
-IQ2 and IQ3 types: each 8 (IQ3_S: 4) columns are rounded together to a point of a table. The nearest is searched among
-all points, weighed by what an error of these columns costs after feedback, errors that make each other good included.
+IQ2 and IQ3 types: each 8 (IQ3_S: 4) columns are rounded together to a point of a table. All points are searched for
+the least error after feedback, including errors of these columns that compensate each other.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from quantkit.numerics.second_moments import permuted
 # Shares of the Hessian's mean diagonal, and of each diagonal entry, that are added to it.
 DAMP_PERCENT, SHRINKAGE = 0.01, 0.5
 GPTAQ_SHARE = 0.25  # of the calibration sequences, which also go through the unquantized model
-AMPLE_TOKENS = 80  # every second token counts where this many a column are left so
+AMPLE_TOKENS = 80  # use every second token if that leaves this many per column
 RECORDED = {
     "damp_percent": DAMP_PERCENT, "shrinkage": SHRINKAGE, "gptaq_share": GPTAQ_SHARE, "ample_tokens": AMPLE_TOKENS
 }  # fmt: skip
-TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
-ROWS = 256  # whose products with all points of a table are in memory
+TINY_SCALE = 1e-30  # replaces a scale of zero, whose codes have no effect
+ROWS = 256  # rows multiplied with all points of a table at a time
 
 
 def quantize_blocks(job: CheckedJob, run: Run, plan: Plan, spool: Spool) -> None:
     """Quantize every linear layer of the blocks into `spool`: packed rows (rows, bytes) uint8 in the source's order.
 
-    Goes on after the blocks that `spool` holds already.
+    Resumes after the blocks that `spool` has already.
     """
     tensors = {part: tensor for tensor in plan.tensors for part in tensor.parts}
     restore = partial(_finished, tensors, spool)
@@ -62,7 +61,7 @@ def quantize_blocks(job: CheckedJob, run: Run, plan: Plan, spool: Spool) -> None
 def _quantize_group(
     job: Job, block: Block, tensors: Mapping[str, PlannedTensor], spool: Spool, group: LinearGroup
 ) -> None:
-    known = [name for name in group.names if name in tensors]  # others lie otherwise in the file, and are rounded there
+    known = [name for name in group.names if name in tensors]  # others are rounded with the file
     if not known:
         return
     columns = tensors[known[0]].columns
@@ -75,14 +74,14 @@ def _quantize_group(
         except ValueError as error:
             raise SourceError(
                 f"{job.source.model}: the tensor {name} cannot be stored as {kind}: {error}. Choose other bits, "
-                "or mend the checkpoint or the calibration text."
+                "or fix the checkpoint or the calibration text."
             ) from None
         spool.add(name, torch.from_numpy(packed))
         block.replace(name, _values(tensors[name], packed))
 
 
 def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
-    """What the group's inputs say, of columns in the order of the file."""
+    """Return the moments of the group's inputs, with columns in the file's order."""
     hessian, cross, paired = group.hessian, group.cross, group.paired
     if columns is not None:
         hessian = permuted(hessian, columns)
@@ -91,7 +90,7 @@ def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
 
 
 def _values(tensor: PlannedTensor, packed: Bytes) -> torch.Tensor:
-    """The values of a layer as it is packed, its columns as the source has them."""
+    """Return the dequantized values of a packed layer, with columns in the source's order."""
     values = ggml.dequantize(tensor.type, packed, tensor.shape[-1])
     return torch.from_numpy(values if tensor.columns is None else values[:, np.argsort(tensor.columns)])
 
@@ -99,12 +98,12 @@ def _values(tensor: PlannedTensor, packed: Bytes) -> torch.Tensor:
 def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
     """Pack `weight` (N, K) float32 as type `name`; types without feedback are rounded by ggml alone.
 
-    Raises ValueError for values that ggml would spoil.
+    Raises ValueError for values that ggml would corrupt.
     """
     if name in ggml.WIDE or name == "F16":
         return ggml.quantize(name, weight.numpy())
     mean_squares = moments.importance.cpu().to(torch.float32)
-    # Inputs that never fire count a little: ggml turns weights without importance to zero.
+    # Inputs that are always zero count a little: ggml sets weights without importance to zero.
     importance = without_silent_runs((mean_squares + 1e-6 * mean_squares.mean() + 1e-30).numpy())
     slabs = weight.split(rows_together(weight, SLAB_ELEMENTS))
     return np.concatenate([_rows(name, slab, importance, moments) for slab in slabs])
@@ -121,7 +120,7 @@ def _rows(name: str, weight: torch.Tensor, importance: Floats, moments: Feedback
 
 
 def _with_feedback(kind: KQuant, packed: Bytes, target: torch.Tensor, moments: Feedback) -> Bytes:
-    """Packed rows of ggml's with codes and scales for `target` (n, K) float32."""
+    """Return ggml's packed rows with new codes and scales for `target` (n, K) float32."""
     scales, minima = (torch.from_numpy(part).to(target.device) for part in read_grid(kind.name, packed))
     scales = torch.where(scales == 0, TINY_SCALE, scales)
     zeros = torch.full_like(scales, -kind.steps[0]) if kind.steps else minima / scales
@@ -140,7 +139,7 @@ def _with_feedback(kind: KQuant, packed: Bytes, target: torch.Tensor, moments: F
 
 
 def _nearest_of(steps: Sequence[int], device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The nearest of the steps for each value."""
+    """Return a function that rounds each value to the nearest step."""
     values = torch.tensor(steps, dtype=torch.float32, device=device)
     between = (values[1:] + values[:-1]) / 2
     return lambda x: values[torch.bucketize(x, between)]
@@ -149,7 +148,7 @@ def _nearest_of(steps: Sequence[int], device: torch.device) -> Callable[[torch.T
 def _finished(
     tensors: Mapping[str, PlannedTensor], spool: Spool, index: int, prefix: str
 ) -> dict[str, torch.Tensor] | None:
-    """The values of block `index` as an earlier, interrupted run has packed them, or None."""
+    """Return the values of block `index` as packed by an interrupted run, or None."""
     if index >= spool.finished:
         return None
     done = [name for name in spool.names() if name.startswith(prefix)]
@@ -157,8 +156,8 @@ def _finished(
 
 
 def _with_points(codebook: Codebook, packed: Bytes, target: torch.Tensor, moments: Feedback) -> Bytes:
-    """Packed rows (n, bytes) of ggml's with points, signs and factors for `target` (n, K) float32."""
-    size = SIGN_RUN if codebook.even else codebook.size  # signs that count together are chosen together
+    """Return ggml's packed rows (n, bytes) with new points, signs and factors for `target` (n, K) float32."""
+    size = SIGN_RUN if codebook.even else codebook.size  # signs with a common parity are chosen together
     order, factor = moments.by_group(size)
     rounding = _Rounding(codebook, torch.from_numpy(codebook.scales(packed)).to(target.device), order)
     round_groups(target.index_select(1, order).T.contiguous(), factor, size, rounding.nearest)
@@ -167,7 +166,7 @@ def _with_points(codebook: Codebook, packed: Bytes, target: torch.Tensor, moment
 
 
 class _Rounding:
-    """Points and signs of n rows as they are chosen; `scales` (n, K / run) are ggml's, `order` (K,) that of columns."""
+    """Chosen points and signs of n rows; `scales` (n, K / run) are ggml's, `order` (K,) is the columns' order."""
 
     def __init__(self, codebook: Codebook, scales: torch.Tensor, order: torch.Tensor) -> None:
         rows, device = len(scales), scales.device
@@ -175,7 +174,7 @@ class _Rounding:
         self._table = torch.from_numpy(codebook.table).to(device)
         first, second = torch.triu_indices(codebook.size, codebook.size, 1, device=device)
         self._pairs = first, second
-        # What a point's error is linear in: its values, products of two of them, and of each with itself.
+        # Terms of a point's error, which is linear in them: its values and all products of two values.
         squares = torch.cat([self._table[:, first] * self._table[:, second], self._table.square()], 1)
         self._features = torch.cat([self._table, squares], 1).T.contiguous()
         self._indices = torch.zeros(rows, len(order) // codebook.size, dtype=torch.int32, device=device)
@@ -190,7 +189,7 @@ class _Rounding:
         return np.packbits(self._minus.cpu().numpy(), axis=1, bitorder="little")
 
     def nearest(self, first: int, moved: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-        """Round columns `first` .. of the order: moved (columns, n) to values of the same shape."""
+        """Round `moved` (columns, n), the columns of the order from `first` on, to values of the same shape."""
         column, count = self._columns[first], len(moved)
         values = torch.empty_like(moved)
         for at in range(0, moved.shape[1], ROWS):
@@ -210,7 +209,7 @@ class _Rounding:
     def _points(
         self, x: torch.Tensor, signs: torch.Tensor, metric: torch.Tensor, rows: slice, index: int
     ) -> torch.Tensor:
-        """Points with signs (r, columns) near x: of several points each is chosen anew once the others are there."""
+        """Return points with signs (r, columns) near x; several points are each chosen again, given the others."""
         size = self._codebook.size
         error = torch.zeros_like(x)
         parts = [slice(k, k + size) for k in range(0, x.shape[1], size)]
@@ -223,7 +222,7 @@ class _Rounding:
         return x - error
 
     def _best(self, x: torch.Tensor, signs: torch.Tensor, metric: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-        """Which point p (r,) has the least e metric e^T + 2 e cross^T, e = x - signs * p, of all points."""
+        """Return the index (r,) of the point p with the least e metric e^T + 2 e cross^T, e = x - signs * p."""
         first, second = self._pairs
         linear = (x @ metric + cross) * signs * -2
         pairs = signs[:, first] * signs[:, second] * (2 * metric[first, second])
@@ -232,5 +231,5 @@ class _Rounding:
 
 
 def _least(scores: torch.Tensor) -> torch.Tensor:
-    """Where each row (r, P) is least. On a CPU numpy takes a tenth of torch's time."""
+    """Return the index of each row's least score (r, P). On a CPU, numpy takes a tenth of torch's time."""
     return torch.from_numpy(scores.numpy().argmin(1)) if scores.device.type == "cpu" else scores.argmin(1)

@@ -29,15 +29,15 @@ def make_imatrix(
     device: str = AUTO,
     progress: Progress | None = None,
 ) -> int:
-    """Measure a model's importance on a calibration text and write it to the new file `out`; the number of weights.
+    """Measure a model's importance on a calibration text and write it to the new file `out`; return the count.
 
-    Raises a QuantkitError for a model or a text that cannot be used, or a file that is there already.
+    Raises a QuantkitError for an unusable model or text, or an existing file.
     """
     out = path_of(out, RecipeError)
     if out.exists() or out.is_symlink() or not out.absolute().parent.is_dir():
-        why = "lies in a folder that does not exist"
+        why = "is in a folder that does not exist"
         if out.exists() or out.is_symlink():
-            why = "is there already"
+            why = "already exists"
         raise RecipeError(f"{out} {why}. Give another --out.")
     ref = model if isinstance(model, ModelRef) else parse(ModelRef, {"model": model}, "imatrix")
     values = {"method": "gguf", "seed": seed, "calibration": calibration or CalibrationSpec()}

@@ -1,7 +1,7 @@
-"""A size instead of a name: the type of each tensor chosen by what it costs and what it harms.
+"""Choose the type of each tensor for a target size or divergence.
 
 The harm of each type in each tensor is estimated once from a few calibration sequences (sensitivity.py) and cached; an
-integer programme then shares out the bytes (numerics/allocation.py).
+integer programme then allocates the bytes (numerics/allocation.py).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from quantkit.system.sizes import bits_per_weight
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1  # of what types make of weights; another one makes cached scores worthless
+VERSION = 1  # of the estimate's rounding; a new version invalidates cached scores
 INPUTS = "embedding_length_per_layer_input"
 FLOAT_TYPES = ("F16", "BF16", "F32")
-WIDEST = "Q8_0"  # of the types that are chosen from
-# Chosen from beside the K-quants. The others take long to be tried, and lie between these.
+WIDEST = "Q8_0"  # widest type to choose from
+# Candidates in addition to the K-quants. The other types take long to try, and are between these.
 CHOSEN_IQ = ("IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked for: at most `nbytes` of tensors, or at most `divergence` nats a token."""
+    """The target: at most `nbytes` of tensors, or at most `divergence` nats per token."""
 
     nbytes: int | None = None
     divergence: float | None = None
 
 
 def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
-    """Return the types that a tensor of the file may take, those that fit its rows; none where it stays as it is.
+    """Return the types that fit a tensor's rows; none if its type is fixed.
 
-    So does one whose sensitivity is not measured: matrices of single heads, and an indexer's.
+    Tensors whose sensitivity is not measured are fixed: matrices of single heads, and an indexer's.
     """
     if not tensor.is_measured or stays_float(tensor.name, len(tensor.shape)) or stays_half(tensor.name):
         return ()
@@ -59,18 +59,18 @@ def free_tensors(plan: Plan) -> tuple[list[PlannedTensor], int]:
 
 
 def refuse_target(plan: Plan, target: Target) -> None:
-    """Raise RecipeError where no choice of types is as small as that."""
+    """Raise RecipeError if no choice of types is small enough."""
     free, rest = free_tensors(plan)
     least = rest + sum(min(tensor.padded(kind) for kind in candidates(tensor)) for tensor in free)
     if target.nbytes is not None and least > target.nbytes:
         raise RecipeError(
-            f"the smallest file has {least / 1e6:.1f} MB of tensors, and {max(target.nbytes, 0) / 1e6:.1f} MB are "
-            "asked for. Ask for more."
+            f"the smallest file has {least / 1e6:.1f} MB of tensors, and the target is "
+            f"{max(target.nbytes, 0) / 1e6:.1f} MB. Give a larger target."
         )
 
 
 def choose(job: CheckedJob, run: Run, plan: Plan, target: Target) -> dict[str, str]:
-    """Return the type of each tensor by its name in the file; notes what was chosen and the estimated divergence."""
+    """Return the type of each tensor by its name in the file; note the choice and its estimated divergence."""
     from quantkit.calibration.sensitivity import kept_sensitivities
     from quantkit.numerics.allocation import fewest_bytes, least_damage
 
@@ -89,20 +89,20 @@ def choose(job: CheckedJob, run: Run, plan: Plan, target: Target) -> dict[str, s
         else:
             chosen = fewest_bytes(nbytes, damage, float(target.divergence or 0.0))
     except ValueError as error:
-        raise RecipeError(f"{job.source.model}: {error}. Ask for more.") from None
+        raise RecipeError(f"{job.source.model}: {error}. Give a larger target.") from None
     types = {tensor.name: row[k] for tensor, row, k in zip(free, kinds, chosen, strict=True)}
-    types = dict(sorted(types.items(), key=lambda item: len(item[0])))  # a name that another is found in comes last
+    types = dict(sorted(types.items(), key=lambda item: len(item[0])))  # a name that contains another comes last
     harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
     total = rest + sum(row[k] for row, k in zip(nbytes, chosen, strict=True))
     run.findings.note(
         f"types chosen by sensitivity: {bits_per_weight(total, job.source.parameters):.2f} bits per weight in tensors, "
-        f"estimated divergence {harm:.4f} nats a token before error feedback"
+        f"estimated divergence {harm:.4f} nats per token before error feedback"
     )
     return types
 
 
 def work_bytes(job: Job, plan: Plan) -> int:
-    """Return the bytes that the measurement puts into files while it runs."""
+    """Return the bytes of the measurement's temporary files."""
     from quantkit.calibration import sensitivity
 
     shape, inputs = plan.shape, plan.shape.number(INPUTS)
@@ -110,7 +110,7 @@ def work_bytes(job: Job, plan: Plan) -> int:
 
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """What ggml makes of a weight (N, K) float32."""
+    """Return the values that ggml's rounding gives a weight (N, K) float32."""
     import torch
 
     weights = None if importance is None else without_silent_runs(importance.cpu().numpy())

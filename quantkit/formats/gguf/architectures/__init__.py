@@ -1,1 +1,1 @@
-"""What GGUF files of each architecture hold."""
+"""Architectures of GGUF files: their tensors, keys and checks."""

@@ -1,4 +1,4 @@
-"""Architectures whose blocks are all alike and have one feed-forward layer."""
+"""Architectures whose blocks are all alike, with one feed-forward layer each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _falcon_groups(config: Any) -> int:
 
 
 def _two_norms(config: Any, _block: int) -> bool:
-    """Of Falcon (models/falcon/modeling_falcon.py, FalconDecoderLayer)."""
+    """Return whether Falcon's blocks have two norms (models/falcon/modeling_falcon.py, FalconDecoderLayer)."""
     return bool((config.num_ln_in_parallel_attn or (2 if config.new_decoder_architecture else 1)) == 2)
 
 
@@ -143,7 +143,7 @@ ROWS = (
         required_config={"activation": GELU, "alibi": False, "bias": False}, rope_types=("default",),
         checks=(require(
             lambda config: config.parallel_attn or config.new_decoder_architecture,
-            "parallel_attn = False, and llama.cpp has parallel blocks",
+            "parallel_attn = False, but llama.cpp has parallel blocks",
         ),),
     ),
     Architecture(
@@ -215,14 +215,14 @@ ROWS = (
         "exaone4", "exaone4", weights(*ATTENTION, *HEAD_NORMS, *MLP, *_BEHIND), keys=RMS,
         rope_types=("default", "llama3"), required_config={"hidden_act": SILU, "sliding_window": None},
         checks=(require(
-            lambda config: config.num_hidden_layers != 64, "64 blocks, for which llama.cpp has windows",
+            lambda config: config.num_hidden_layers != 64, "64 blocks, for which llama.cpp assumes windows",
         ),),
     ),
     Architecture(
         "seed_oss", "seed_oss", LLAMA, per_block=(("attention_bias", QUERY_KEY_VALUE_BIASES),), keys=RMS,
         required_config={"hidden_act": SILU, "attention_out_bias": False, "mlp_bias": False},
     ),
-    Architecture(  # as llama, but for the rope, which turns neighbouring values in pairs
+    Architecture(  # as llama, except that the rope turns neighbouring values in pairs
         "helium", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",), required_config=UNBIASED_MLP
     ),
     Architecture(

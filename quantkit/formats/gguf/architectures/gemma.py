@@ -1,4 +1,4 @@
-"""Gemma, of which 3n and 4 have inputs of each block, and blocks that take keys and values of earlier ones.
+"""Gemma. 3n and 4 have per-block inputs, and blocks that reuse keys and values of earlier blocks.
 
 llama.cpp: gemma3n.cpp and gemma4.cpp in src/models/, and the memory's `reuse` in llama-model.cpp.
 """
@@ -39,26 +39,26 @@ _CAPPED: dict[str, Setting] = {"final_logit_softcapping": "final_logit_softcappi
 
 
 def _query_scale(config: Any) -> int:
-    """llama.cpp scales queries by the head's size; in its 27B models by hidden size over heads."""
+    """Return the setting that scales queries in llama.cpp: the head size; in 27B models hidden size over heads."""
     large = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
     return int(config.hidden_size // config.num_attention_heads if large else config.head_dim)
 
 
 def _takes_from(config: Any) -> str | None:
-    """The last blocks take from the last one of their kind; llama.cpp from that right before them or the second."""
+    """Return what is wrong if the last blocks reuse keys of other blocks than llama.cpp assumes."""
     kinds, first = list(config.layer_types), config.num_hidden_layers - config.num_kv_shared_layers
     for kind, place in ((FULL, first - 1), (SLIDING, first - 2)):
         given = max((block for block in range(first) if kinds[block] == kind), default=None)
         if kind in kinds[first:] and given != place:
-            return f"blocks of {kind} that take the keys of block {given}, and llama.cpp has those of block {place}"
+            return f"blocks of {kind} reuse the keys of block {given}, but llama.cpp those of block {place}"
     return None
 
 
 _KNOWN_KINDS = require(
     lambda config: SLIDING in config.layer_types and {*config.layer_types} <= {SLIDING, FULL},
-    f"layer_types = {{0.layer_types}}, and llama.cpp has some {SLIDING}, the others {FULL}",
+    f"layer_types = {{0.layer_types}}, but llama.cpp has some {SLIDING}, the others {FULL}",
 )
-# A row for each token.
+# Tables with a row per token.
 _TOKENS: RequiredConfig = {
     "vocab_size_per_layer_input": lambda config: (
         config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
@@ -78,11 +78,11 @@ _WINDOWED: dict[str, Any] = {"follows_window": True, "rope_types": ("default",)}
 
 
 def _sparsity_scale(config: Any) -> list[float]:
-    """By block, how many deviations above the mean a gate must be; llama.cpp writes the key and does not read it."""
+    """Return per block how many standard deviations above the mean a gate must be; llama.cpp does not read this key."""
     return [NormalDist().inv_cdf(share) if share else -math.inf for share in config.activation_sparsity_pattern]
 
 
-# Of AltUp, beside the first state.
+# AltUp's tensors for all states except the first.
 _STATES = weights("model.altup_projections.{state}", "model.altup_unembed_projections.{state}")
 
 # Gemma 4
@@ -102,14 +102,14 @@ def _widths(config: Any) -> int | list[int]:
     return one_or_list([int(config.intermediate_size) * (2 if wide else 1) for wide in double])
 
 
-# llama.cpp has one size of heads for blocks with a window and one for the others.
+# llama.cpp has one head size for blocks with a window and one for all others.
 _HEADS_BY_KIND = (
     require(
         lambda config: all(
             config.per_layer_config[block].head_dim == _head(config, kind)
             for block, kind in enumerate(config.layer_types)
         ),
-        "blocks of one kind with heads of several sizes, and llama.cpp has one",
+        "blocks of one kind have heads of several sizes, but llama.cpp supports one",
     ),
     require(
         lambda config: (
@@ -125,7 +125,7 @@ _HEADS_BY_KIND = (
 
 
 def _has_values(config: Any, block: int) -> bool:
-    """Whether values are made by themselves; else they are the keys before their norm."""
+    """Return whether a block has a value projection; otherwise values are the keys before their norm."""
     same = config.attention_k_eq_v and config.layer_types[block] == FULL
     return not takes_keys(config, block) and not same
 
@@ -134,7 +134,7 @@ _KEYS_AND_VALUES = (
     (unless(takes_keys), weights("self_attn.k_proj", "self_attn.k_norm")), (_has_values, weights("self_attn.v_proj"))
 )  # fmt: skip
 _EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-# Without experts and inputs of each block, which its configurations do not name.
+# Without experts and per-block inputs, which its configurations lack.
 _GEMMA4 = Architecture(
     "gemma4_unified_text", "gemma4",
     (*weights("self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj", *MLP, *FOUR_NORMS), "layer_scalar"),
@@ -193,9 +193,9 @@ ROWS = (
         },
         checks=(_KNOWN_KINDS, _takes_from, require(
             lambda config: len(set(config.intermediate_size)) == 1,
-            "intermediate_size = {0.intermediate_size}, and llama.cpp has one for all blocks",
+            "intermediate_size = {0.intermediate_size}, but llama.cpp has one for all blocks",
         )),
-        differs="llama.cpp takes the deviation of a sparse block's gates over one value less than the source",
+        differs="llama.cpp computes the deviation of a sparse block's gates over one value less than the source",
     ),
     _GEMMA4,
     _GEMMA4.like(

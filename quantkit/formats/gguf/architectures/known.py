@@ -1,6 +1,6 @@
-"""All architectures that GGUF files are written of, by `model_type` of transformers.
+"""All architectures that quantkit writes GGUF files of, by transformers' `model_type`.
 
-Not here: OPT and GPT-J, which llama.cpp cannot compute; vision towers; code of a checkpoint's own.
+Not here: OPT and GPT-J, which llama.cpp cannot compute; vision towers; a checkpoint's own code.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ NO_GRAPH = (
     "gpt_neo", "gpt_neox_japanese", "gptj", "kolibri1", "lfm3", "modernbert-decoder", "nanochat", "olmo_hybrid", "opt",
     "persimmon", "vaultgemma",
 )  # fmt: skip
-# Of the proven architectures those that are not written, and why.
+# Tested architectures that quantkit does not write, with the reason.
 LACKING = {
-    **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
+    **dict.fromkeys(NO_GRAPH, "llama.cpp does not have it"),
     "bitnet": "llama.cpp computes another activation",
-    "phimoe": "llama.cpp weighs its experts otherwise",
+    "phimoe": "llama.cpp weighs its experts differently",
 }

@@ -62,7 +62,7 @@ _MIXTURE = weights("mlp.gate", *SHARED_EXPERTS)
 
 
 def of_heads(attention: str) -> tuple[str, str]:
-    """Return the parts that make keys and values of each head out of the latent values."""
+    """Return the parts that project latent values to each head's keys and values."""
     return f"{attention}.kv_b_proj.keys.{{head}}.weight", f"{attention}.kv_b_proj.values.{{head}}.weight"
 
 
@@ -76,17 +76,17 @@ def _rows_of_head(config: Any, _block: int) -> tuple[int, int]:
 
 
 def whole_key(config: Any) -> int:
-    """Return the values of a head's key, of which some turn."""
+    """Return the number of values in a head's key, rotated ones included."""
     return config.qk_nope_head_dim + config.qk_rope_head_dim
 
 
 def latent_key(config: Any) -> int:
-    """Return the values of the one key head that llama.cpp has: the latent values, and what turns."""
+    """Return the number of values in llama.cpp's single key head: the latent values and the rotated ones."""
     return config.kv_lora_rank + config.qk_rope_head_dim
 
 
-# llama.cpp has one key head of the latent values, and a matrix for each head before and behind it. A head has the key
-# and value lengths that it has there; the lengths of "mla" are the model's.
+# llama.cpp has one key head of latent values, with a matrix per head before and after it. A head has the key
+# and value lengths of that key head; the "mla" lengths are the model's.
 LATENT_KEYS: dict[str, Setting] = {
     KEY_HEADS: 1, KEY_LENGTH: latent_key, VALUE_LENGTH: "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
@@ -96,13 +96,13 @@ LATENT_KEYS: dict[str, Setting] = {
 
 
 def _is_lite(config: Any) -> bool:
-    """Return whether llama.cpp takes a model, by its number of blocks, for one without a rank of the queries."""
+    """Return whether llama.cpp assumes, from the number of blocks, a model without a query rank."""
     return config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
 
 
 _RANK = require(
     lambda config: (config.q_lora_rank is None) == _is_lite(config),
-    "q_lora_rank = {0.q_lora_rank} with {0.num_hidden_layers} blocks, and llama.cpp has it otherwise",
+    "q_lora_rank = {0.q_lora_rank} with {0.num_hidden_layers} blocks, but llama.cpp assumes the opposite",
 )
 _DEEPSEEK = Architecture(
     "deepseek_v3", "deepseek2", (*_PARTS, *of_heads("self_attn")), names_like="deepseek2",
@@ -114,12 +114,12 @@ _DEEPSEEK = Architecture(
     checks=(_RANK,), required_config=UNBIASED, fixed_epsilon=LATENT_NORMS,
 )  # fmt: skip
 
-# MiniCPM 3's factors of embedding, blocks and head, as llama.cpp has fixed them (src/models/minicpm3.cpp).
+# MiniCPM 3's factors of embedding, blocks and head, which are fixed in llama.cpp (src/models/minicpm3.cpp).
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 
 def _depth(config: Any) -> float:
-    """Return the factor of what each block adds, besides the one that llama.cpp has fixed."""
+    """Return the factor of each block's output, relative to llama.cpp's fixed factor."""
     return float(config.scale_depth / _MINICPM["scale_depth"])
 
 
@@ -133,7 +133,7 @@ _INDEXER = {
 }  # fmt: skip
 _INDEXED = _DEEPSEEK.like(
     "deepseek_v32", per_block=(*mixed(is_dense, *_MIXTURE, SCORES), *_QUERIES), gguf_names=_INDEXER,
-    # transformers keeps the first in float32 and nobody quantizes it, so that calibration leaves it out.
+    # transformers keeps the first in float32, and calibration ignores it, since no method quantizes it.
     same_inputs={"self_attn.indexer.weights_proj.weight": "self_attn.indexer.wk.weight"},
     shapes={
         "indexer.attn_q_b": ("index queries", "query latent"), "indexer.attn_k": ("index head", "hidden"),
@@ -147,15 +147,15 @@ _INDEXED = _DEEPSEEK.like(
 INDEXED = "indexed_attention"
 
 
-# llama.cpp ends the program for other sizes: it turns values by a matrix of a power of two.
+# llama.cpp aborts for other sizes: it rotates values by a matrix whose size is a power of two.
 _POWER_OF_TWO = require(
     lambda config: config.index_head_dim >= 64 and config.index_head_dim.bit_count() == 1,
-    "index_head_dim = {0.index_head_dim}, and llama.cpp has a power of two, 64 or more",
+    "index_head_dim = {0.index_head_dim}, but llama.cpp needs a power of two, 64 or more",
 )
 
 
 def _of(kind: str, setting: Setting) -> Callable[[Any], Any]:
-    """Return a setting of the first block of a kind, or of the first of all."""
+    """Return a setting of the first block of a kind, or of the first block."""
 
     def first(config: Any) -> Any:
         kinds = list(config.layer_types)
@@ -165,7 +165,7 @@ def _of(kind: str, setting: Setting) -> Callable[[Any], Any]:
     return first
 
 
-# Of the latent attention of a block, by the ends of the keys.
+# Settings of a block's latent attention, by the end of the key.
 _LENGTHS: dict[str, Setting] = {
     "kv_lora_rank": "kv_lora_rank", "value_length": "kv_lora_rank", "key_length": latent_key,
     "key_length_mla": whole_key, "value_length_mla": "v_head_dim",
@@ -173,20 +173,20 @@ _LENGTHS: dict[str, Setting] = {
 
 
 def _two_kinds(config: Any) -> str | None:
-    """llama.cpp has one geometry of blocks with a window, and one of those with an indexer."""
+    """Return what is wrong if blocks of a kind differ: llama.cpp has one geometry for windows, one for indexers."""
     kinds = list(config.layer_types)
     if set(kinds) != {INDEXED, SLIDING}:
-        return f"layer_types = {kinds}, and llama.cpp has windows in some blocks and an indexer in the others"
+        return f"layer_types = {kinds}, but llama.cpp needs windows in some blocks and an indexer in the others"
     names = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     for kind in (INDEXED, SLIDING):
         blocks = [config.per_layer_config[block] for block, own in enumerate(kinds) if own == kind]
         for name in names:
             if len(values := {getattr(block, name) for block in blocks}) > 1:
-                return f"{name} = {sorted(values)} in blocks of {kind}, and llama.cpp has one"
+                return f"{name} = {sorted(values)} in blocks of {kind}, but llama.cpp has one"
     for name in ("q_lora_rank", "qk_rope_head_dim"):
         one, other = (_of(kind, name)(config) for kind in (INDEXED, SLIDING))
         if one != other:
-            return f"{name} = {one}, with a window {other}, and llama.cpp has one for all"
+            return f"{name} = {one}, with a window {other}, but llama.cpp has one for all"
     return None
 
 
@@ -199,9 +199,9 @@ ROWS = (
     _DEEPSEEK.like(
         "deepseek_v2", per_block=(*mixed(before_experts, *_MIXTURE), *_QUERIES), checks=(_RANK, require(
             lambda config: config.topk_method == "greedy" or (config.n_group or 1) == 1,
-            "topk_method = {0.topk_method!r}, and llama.cpp chooses groups of experts by their two best",
+            "topk_method = {0.topk_method!r}, but llama.cpp chooses groups of experts by their two best",
         )),
-        keys={  # groups that "greedy" does not look at
+        keys={  # groups, which "greedy" ignores
             "expert_gating_func": SOFTMAX,
             "expert_group_count": lambda config: config.n_group and 1,
             "expert_group_used_count": lambda config: config.topk_group and 1,
@@ -233,7 +233,7 @@ ROWS = (
         checks=(DENSE_FIRST, _POWER_OF_TWO, require(
             lambda config: (config.rope_parameters or {}).get("rope_type") != "yarn"
             or config.rope_parameters.get("mscale") == 1.0,
-            "rope_parameters = {0.rope_parameters}, and llama.cpp has an mscale of 1",
+            "rope_parameters = {0.rope_parameters}, but llama.cpp has an mscale of 1",
         )),
         required_config={"layer_types": lambda config: [INDEXED] * config.num_hidden_layers},
     ),
@@ -248,7 +248,7 @@ ROWS = (
             "self_attn.kv_b_proj.weight", of_heads("self_attn"),
             rows=lambda config, block: _rows_of_head(config.per_layer_config[block], block),
         ),),
-        transforms={  # transformers turns neighbouring pairs of an indexer's values, llama.cpp halves
+        transforms={  # transformers rotates neighbouring pairs of an indexer's values, llama.cpp halves
             "self_attn.indexer.wq_b": Transform(INDEX_QUERY_PAIRS), "self_attn.indexer.wk": Transform(INDEX_KEY_PAIRS),
             "self_attn.indexer.k_norm": Transform(INDEX_KEY_PAIRS),
             "self_attn.q_a_layernorm": Transform(sqrt_factors=("hidden", "query latent")),
@@ -295,11 +295,11 @@ ROWS = (
         checks=(
             require(
                 lambda config: config.q_lora_rank is not None,
-                "q_lora_rank = None, and llama.cpp has a rank of the queries",
+                "q_lora_rank = None, but llama.cpp needs a query rank",
             ),
             require(
                 lambda config: not (config.rope_parameters or {}).get("mscale_all_dim"),
-                "rope_parameters = {0.rope_parameters}, and llama.cpp has no mscale_all_dim",
+                "rope_parameters = {0.rope_parameters}, but llama.cpp has no mscale_all_dim",
             ),
         ),
         required_config={**UNBIASED_MLP, **EQUAL_HEADS},

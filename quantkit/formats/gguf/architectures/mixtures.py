@@ -1,4 +1,4 @@
-"""Architectures with experts and plain attention, in some blocks within a window or to selected tokens."""
+"""Architectures with experts and plain attention; some blocks attend within a window or to selected tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SHARED_EXPERT, SHARED_EXPERTS, _SHARED_MLP = (
     tuple(f"mlp.{name}.{kind}_proj" for kind in KINDS) for name in ("shared_expert", "shared_experts", "shared_mlp")
 )
 SHARED_PARTS = (*SHARED_EXPERT, "mlp.shared_expert_gate")
-SCORES = "mlp.gate.e_score_correction_bias"  # what the router's scores are corrected by
+SCORES = "mlp.gate.e_score_correction_bias"  # correction of the router's scores
 _WIDE_NORMS = {"attn_q_norm": ("queries",), "attn_k_norm": ("keys",)}
 _EVERY_FOURTH: RequiredConfig = {"layer_types": every_fourth(FULL, SLIDING)}
 
@@ -65,7 +65,7 @@ def is_dense(config: Any, block: int) -> bool:
 
 DENSE_FIRST = require(
     lambda config: "dense" not in list(config.mlp_layer_types)[list(config.mlp_layer_types).count("dense") :],
-    "mlp_layer_types = {0.mlp_layer_types}, and llama.cpp has dense blocks first",
+    "mlp_layer_types = {0.mlp_layer_types}, but llama.cpp has dense blocks first",
 )
 DENSE_BLOCKS: dict[str, Setting] = {
     "leading_dense_block_count": lambda config: list(config.mlp_layer_types).count("dense")
@@ -83,12 +83,12 @@ def in_dense_layers(config: Any, block: int) -> bool:
 
 
 def mixed(dense: Any, *parts: str) -> tuple[tuple[Condition, Parts], ...]:
-    """Return the parts of dense blocks and, with those of plain experts, the `parts` of all others."""
+    """Return the parts of dense blocks, and those of all other blocks: plain experts and `parts`."""
     return (dense, weights(*MLP)), (unless(dense), (*parts, *PLAIN_EXPERTS))
 
 
 def routed(gating: int, shared: str = "n_shared_experts") -> dict[str, Setting]:
-    """Return the keys of experts, some of them shared, behind dense blocks; `gating` is how they are weighed."""
+    """Return the keys of experts, some shared, after dense blocks; `gating` is the gating function."""
     return RMS | EXPERTS_USED | EXPERT_INNER | {
         "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": shared,
         "expert_weights_scale": lambda config: float(config.routed_scaling_factor),
@@ -98,7 +98,7 @@ def routed(gating: int, shared: str = "n_shared_experts") -> dict[str, Setting]:
 
 
 def _weighed(scale: str) -> dict[str, Setting]:
-    """Return the keys of experts whose weights are sigmoids that sum to the setting `scale`."""
+    """Return the keys of experts whose weights are sigmoids normalized to the setting `scale`."""
     return {
         "expert_weights_scale": lambda config: float(getattr(config, scale)),
         "expert_weights_norm": True, "expert_gating_func": SIGMOID,
@@ -106,14 +106,14 @@ def _weighed(scale: str) -> dict[str, Setting]:
 
 
 def whole_experts(shared: Setting, inner: str, name: str) -> Check:
-    """Return a check that the `shared` experts' width is a multiple of one's: llama.cpp counts shared experts."""
+    """Return a check that the `shared` experts' width is a multiple of one expert's, as llama.cpp counts them."""
     return require(
         lambda config: (
             getattr(config, inner) > 0
             and of_config(config, shared) > 0
             and of_config(config, shared) % getattr(config, inner) == 0
         ),
-        f"another {name} than llama.cpp has: a multiple of the {{0.{inner}}} of an expert",
+        f"a {name} that is not a multiple of an expert's {{0.{inner}}}, as llama.cpp needs",
     )
 
 
@@ -132,7 +132,7 @@ _SHARED_LENGTH: dict[str, Setting] = {
     "expert_shared_feed_forward_length": lambda config: config.shared_intermediate_size or None
 }
 
-# What llama.cpp has fixed
+# Settings fixed in llama.cpp
 
 
 def _routes(config: Any, block: int) -> bool:
@@ -145,17 +145,17 @@ def _first(value: Any) -> Any:
 
 _SOME_SLIDE = require(
     lambda config: SLIDING in config.layer_types,
-    "layer_types = {0.layer_types}, and llama.cpp ends the program where no block has a window",
+    "layer_types = {0.layer_types}, but llama.cpp aborts if no block has a window",
 )
 
 
 def _window_or_none(config: Any) -> int:
-    """Return the window, or 0 if no block has one, as llama.cpp wants it."""
+    """Return the window, or 0 if no block has one, as llama.cpp expects."""
     return (config.sliding_window or 0) if SLIDING in config.layer_types else 0
 
 
 def _mimo_heads(config: Any) -> list[int]:
-    """Blocks with a window have twice the key heads."""
+    """Return each block's key heads: blocks with a window have twice as many."""
     return [config.num_key_value_heads * (2 if kind == SLIDING else 1) for kind in config.layer_types]
 
 
@@ -165,7 +165,7 @@ def _laguna_turns(config: Any) -> int | None:
 
 
 def _minimax_halves(stem: str, setting: str) -> Stack:
-    """Gate and up of a feed-forward layer below one another."""
+    """Return the stack of a feed-forward layer's gate and up."""
     pieces = weights(*(f"{stem}.{kind}_proj" for kind in KINDS[:2]))
     return Stack(f"{stem}.gate_up_proj.weight", pieces, rows=lambda config, _block: (getattr(config, setting),) * 2)
 
@@ -198,9 +198,9 @@ _GLM4 = _ROUTED.like(
 _WINDOWS = windows(None)
 _GRANITE_SWA: dict[str, Any] = {
     "transforms": ROTARY, "rope_types": ("default",), "follows_window": True,
-    "checks": (_SOME_SLIDE, require(  # llama.cpp rotates by one base in all blocks that rotate
+    "checks": (_SOME_SLIDE, require(  # llama.cpp has one base for all blocks that rotate
         lambda config: {*config.layer_rope_theta} <= {0, config.rope_parameters["rope_theta"]},
-        "layer_rope_theta = {0.layer_rope_theta}, and llama.cpp has one base or none",
+        "layer_rope_theta = {0.layer_rope_theta}, but llama.cpp supports one base or none",
     )),
     "keys": RMS | GRANITE_SCALES | _WINDOWS | {
         "attention.rope_pattern": lambda config: [bool(base) for base in config.layer_rope_theta]
@@ -289,7 +289,7 @@ ROWS = (
             lambda config, n: n < config.moe_layer_start_index or (n + 1) % config.moe_layer_interval != 0,
             *weights("mlp.gate", *SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias",
         ),
-        shapes={"exp_probs_b": ("one", "experts", "one")},  # a bias, which has not the last
+        shapes={"exp_probs_b": ("one", "experts", "one")},  # a bias, without the last length
         keys=RMS | {
             EXPERTS: "moe_num_experts",
             "expert_used_count": "moe_k", "expert_feed_forward_length": "moe_intermediate_size",
@@ -321,7 +321,7 @@ ROWS = (
         },
         checks=(require(
             lambda config: config.num_hidden_layers > 3,
-            "{0.num_hidden_layers} blocks; llama.cpp ends the program where none is a fourth, without rope",
+            "{0.num_hidden_layers} blocks; llama.cpp aborts below four blocks, as every fourth has no rope",
         ),),
         follows_window=True,
         required_config={
@@ -390,9 +390,9 @@ ROWS = (
         keys=RMS | EXPERTS_USED | _WINDOWS | EXPERT_INNER | {
             EXPERTS: "num_experts", "attention.sliding_window": _window_or_none
         },
-        checks=(require(  # llama.cpp leaves the scaling out in blocks with a window, and takes the base of the others
+        checks=(require(  # llama.cpp applies no scaling in blocks with a window, and uses the other blocks' base
             lambda config: len({config.rope_parameters[kind]["rope_theta"] for kind in config.layer_types}) == 1,
-            "rope_theta = {0.rope_parameters}, and llama.cpp has one for all blocks",
+            "rope_theta = {0.rope_parameters}, but llama.cpp has one for all blocks",
         ),),
         follows_window=True, rope_types=("default", "yarn"),
         required_config={
@@ -424,12 +424,12 @@ ROWS = (
             require(
                 lambda config: config.prefix_dense_sliding_window_pattern == 1
                 or {*config.layer_types[: list(config.mlp_layer_types).count("dense")]} <= {SLIDING},
-                "prefix_dense_sliding_window_pattern = {0.prefix_dense_sliding_window_pattern}, and llama.cpp rotates "
+                "prefix_dense_sliding_window_pattern = {0.prefix_dense_sliding_window_pattern}, but llama.cpp rotates "
                 "in all dense blocks",
             ),
             require(
                 lambda config: not config.num_shared_experts or config.shared_expert_combination_strategy == "average",
-                "shared_expert_combination_strategy = {0.shared_expert_combination_strategy!r}, and llama.cpp computes "
+                "shared_expert_combination_strategy = {0.shared_expert_combination_strategy!r}, but llama.cpp computes "
                 "'average'",
             ),
         ),
@@ -460,11 +460,11 @@ ROWS = (
                 lambda config: len(shares := {
                     config.rope_parameters[kind].get("partial_rotary_factor") for kind in config.layer_types
                 }) == 1 and None not in shares,
-                "rope_parameters = {0.rope_parameters}, and llama.cpp has one partial_rotary_factor for all blocks",
+                "rope_parameters = {0.rope_parameters}, but llama.cpp has one partial_rotary_factor for all blocks",
             ),
             require(
                 lambda config: config.attention_value_scale != 0,
-                "attention_value_scale = 0, and llama.cpp has none then",
+                "attention_value_scale = 0, but llama.cpp treats 0 as absent",
             ),
         ),
         follows_window=True, rope_types=("default",),
@@ -483,7 +483,7 @@ ROWS = (
             DENSE_FIRST,
             require(
                 lambda config: (turns := _laguna_turns(config)) is None or (turns and turns % 2 == 0),
-                "rope_parameters = {0.rope_parameters}, and an even number of values must turn in blocks with a window",
+                "rope_parameters = {0.rope_parameters}, but blocks with a window must rotate an even number of values",
             ),
             require(
                 lambda config: not any(n % config.num_key_value_heads for n in config.num_attention_heads_per_layer),
@@ -520,12 +520,12 @@ ROWS = (
                 lambda config: list(config.layer_types) == [
                     FULL if is_dense(config, n) else "minimax_m3_sparse" for n in range(config.num_hidden_layers)
                 ],
-                "layer_types = {0.layer_types}, and llama.cpp attends to some tokens alone where a block has experts",
+                "layer_types = {0.layer_types}, but llama.cpp attends to selected tokens only in blocks with experts",
             ),
             require(
                 lambda config: config.index_head_dim
                 >= int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)),
-                "index_head_dim = {0.index_head_dim}, and llama.cpp turns as many values as of the other heads",
+                "index_head_dim = {0.index_head_dim}, but llama.cpp rotates as many values as in the other heads",
             ),
             require(
                 lambda config: min(config.index_block_size, config.index_topk_blocks) > 0,
@@ -533,6 +533,6 @@ ROWS = (
             ),
             whole_experts("shared_intermediate_size", "intermediate_size", "shared_intermediate_size"),
         ),
-        differs="llama.cpp attends to some blocks of tokens alone with flash attention on (-fa on), and to all else",
+        differs="llama.cpp selects blocks of tokens only with flash attention (-fa on), else it attends to all",
     ),
 )  # fmt: skip

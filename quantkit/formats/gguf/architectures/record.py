@@ -1,7 +1,7 @@
-"""The record of an architecture of transformers in llama.cpp, and the words that its rows share.
+"""The record that describes an architecture of transformers in llama.cpp, and helpers for its rows.
 
-A part is a tensor of a block by its name in transformers, without the block. One with {expert} or {head} in its name
-stands for all of them, which a file has in one tensor. Facts: conversion/ and src/models/ of
+A part is a tensor of a block, by its name in transformers without the block. A name with {expert} or {head}
+means all experts or heads, which a file has in one tensor. Facts: conversion/ and src/models/ of
 https://github.com/ggml-org/llama.cpp.
 """
 
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from quantkit.formats.gguf.shapes import KEY_HALVES, QUERY_HALVES, Lengths, Order
 
-# A field of the transformers configuration, what is made of it, or what llama.cpp has fixed.
+# A field of the transformers configuration, a function of the configuration, or a constant of llama.cpp.
 Setting = str | Callable[[Any], Any] | float | None
-Condition = str | Callable[[Any, int], Any]  # the same, of a configuration and a block's number
-Parts = tuple[str, ...] | Mapping[str, str]  # with their names in the file, where those depend on the condition
+Condition = str | Callable[[Any, int], Any]  # a field, or a function of a configuration and a block's number
+Parts = tuple[str, ...] | Mapping[str, str]  # a mapping has their names in the file, if these depend on the condition
 Values = NDArray[np.float32]
-Check = Callable[[Any], str | None]  # of a configuration: what is wrong
-RequiredConfig = Mapping[str, Any]  # what settings must be: a value, a tuple of them, or what makes these of the others
+Check = Callable[[Any], str | None]  # returns what is wrong with a configuration
+RequiredConfig = Mapping[str, Any]  # required values: one, a tuple, or a function of other settings
 SILU = ("silu", "swish")
-# ggml has one GELU, the approximation with tanh; the exact one differs by less than 5e-4.
+# ggml has one GELU, the tanh approximation; the exact GELU differs by less than 5e-4.
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -37,7 +37,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 OUTSIDE = (EMBEDDING, "model.norm.weight")
 ROPES = ("default", "linear", "yarn")
 LLAMA_ROPES = (*ROPES, "llama3")
-FIXED_EPSILON = 1e-6  # of some norms in transformers, whatever config.json says
+FIXED_EPSILON = 1e-6  # of some norms in transformers, independent of config.json
 RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 GRANITE_SCALES: dict[str, Setting] = {
     "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
@@ -48,10 +48,10 @@ NO_BIAS: RequiredConfig = {"attention_bias": False}
 EQUAL_HEADS: RequiredConfig = {"num_key_value_heads": lambda config: config.num_attention_heads}
 UNBIASED: RequiredConfig = {"hidden_act": SILU, **NO_BIAS}
 UNBIASED_MLP: RequiredConfig = {**UNBIASED, "mlp_bias": False}
-# What a block lacks that takes the keys and values of an earlier one.
+# Parts that are missing in a block that reuses keys and values.
 OWN_KEYS = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
-# How the names of parts end that gguf's maps lack, and their names in the file, both without ``.weight`` or ``.bias``.
-# The first that fits counts.
+# Endings of part names that gguf's maps lack, and their names in the file, without ``.weight`` or ``.bias``.
+# The first match wins.
 ENDINGS = {
     "{expert}.gate_proj": "ffn_gate_exps", "{expert}.up_proj": "ffn_up_exps", "{expert}.down_proj": "ffn_down_exps",
     "{expert}.w1": "ffn_gate_exps", "{expert}.w3": "ffn_up_exps", "{expert}.w2": "ffn_down_exps",
@@ -73,43 +73,43 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Function:
-    """What a file holds instead of a tensor's values, and the way back."""
+    """A function of a tensor's values that a file stores, and its inverse."""
 
     to_file: Callable[[Values], Values]
     from_file: Callable[[Values], Values]
 
 
-# The decay of a gated delta rule, whose logarithm is learned; without minus, where it is taken times below zero. What
-# is not finite is refused by whoever reads it.
+# The decay of a gated delta rule, whose logarithm is learned; without minus if its factor is negative. Values that
+# are not finite are refused by the reader.
 MINUS_EXP = Function(lambda values: -np.exp(values), lambda values: np.log(-values))
 EXP = Function(np.exp, np.log)
 
 
 @dataclass(frozen=True)
 class Transform:
-    """How a file holds a tensor otherwise than transformers: the same facts for writing and reading."""
+    """How a tensor in a file differs from transformers' tensor, for writing and reading."""
 
     rows: Order | None = None
     columns: Order | None = None
     transposed: bool = False  # the source has it (in, out)
-    # A vector becomes `function` of (vector * root + shift), where root is that of the quotient of two lengths.
+    # A vector becomes `function` of (vector * root + shift); root is the square root of a quotient of two lengths.
     function: Function | None = None
     shift: float = 0.0
     sqrt_factors: tuple[str, str] | None = None
-    source_shape: tuple[int, ...] = (-1,)  # of a vector that the source has with further dimensions of one
-    split: Mapping[str, Order] = field(default_factory=dict)  # tensors of the file by name -> their rows of it
+    source_shape: tuple[int, ...] = (-1,)  # shape of a vector that the source stores with extra dimensions of size 1
+    split: Mapping[str, Order] = field(default_factory=dict)  # the file's tensors -> their rows
 
 
-# By the ends of parts, as `ENDINGS`, where an architecture has none of its own.
+# By the ends of parts, like `ENDINGS`; an architecture's own transforms come first.
 TRANSFORMS = {"A_log": Transform(function=MINUS_EXP), "keys.{head}": Transform(transposed=True)}
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of the checkpoint, `part` of a block, that holds a matrix or a bias of every expert or head.
+    """A checkpoint's tensor `part` of a block, with a matrix or bias of every expert or head.
 
-    A matrix has the rows of all `pieces`, one after the other or, `interleaved`, in turns; `transposed`: it is (in,
-    out). The tensor has three dimensions (of biases two), or two with as many `rows` of each piece.
+    A matrix has the rows of all `pieces`, in sequence or `interleaved`; if `transposed`, it is (in,
+    out). The tensor has three dimensions (biases two), or two with `rows` rows of each piece.
     """
 
     part: str
@@ -121,18 +121,18 @@ class Stack:
 
 @dataclass(frozen=True)
 class Names:
-    """What transformers and llama.cpp call an architecture."""
+    """Names of an architecture in transformers and llama.cpp."""
 
     model_type: str
     name: str
     _: KW_ONLY
-    name_with_experts: str = ""  # llama.cpp's, if it is another
-    mark: str = ""  # a key of these files that others of llama.cpp's same name lack
+    name_with_experts: str = ""  # llama.cpp's name with experts, if it differs
+    mark: str = ""  # a key that distinguishes these files from others of the same llama.cpp name
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Which tensors a file has, by transformers' names, and what is done to them."""
+    """The tensors of a file, by transformers' names, and their transforms."""
 
     parts: tuple[str, ...]  # of every block
     _: KW_ONLY
@@ -141,24 +141,24 @@ class Tensors:
     outside: tuple[str, ...] = OUTSIDE  # of the blocks, the embedding first
     outside_if: tuple[tuple[Condition, tuple[str, ...]], ...] = ()  # of some models
     head: str = "lm_head.weight"
-    head_always: bool = False  # llama.cpp wants a head of its own also if it is tied
+    head_always: bool = False  # llama.cpp needs a separate head even if it is tied
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # before gguf's own maps and `ENDINGS`
-    names_like: str = ""  # the architecture whose maps of gguf are taken, if it is another
-    stacks: tuple[Stack, ...] = ()  # tensors of a checkpoint that hold several parts
+    names_like: str = ""  # the architecture whose gguf name maps are used, if it differs
+    stacks: tuple[Stack, ...] = ()  # checkpoint tensors with several parts
     shapes: Mapping[str, Lengths] = field(default_factory=dict)  # before `shapes.SHAPES`
-    same_inputs: Mapping[str, str] = field(default_factory=dict)  # a part that nobody measures -> one with its inputs
+    same_inputs: Mapping[str, str] = field(default_factory=dict)  # an unmeasured part -> one with its inputs
     transforms: Mapping[str, Transform] = field(default_factory=dict)  # before `TRANSFORMS`, without ``.weight``
     norm_shift: float = 0.0  # added to every norm without a transform
-    # What weights are multiplied by: one number, or (rows, number) pairs; a file's configuration has `multiplied`.
+    # Factors of weights: one number, or (rows, number) pairs; `multiplied` are the settings of a file's configuration.
     multipliers: Mapping[str, Setting] = field(default_factory=dict)
     multiplied: Mapping[str, Any] = field(default_factory=dict)
     scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # part -> key of all, and shape
     shares_keys: bool = False  # the last `num_kv_shared_layers` blocks take keys and values of earlier ones
-    zero_keys: bool = False  # llama.cpp wants those blocks' own, looks at their shape alone, and gets zeros
+    zero_keys: bool = False  # llama.cpp needs tensors for those blocks but uses only their shapes, so zeros are written
 
     @property
     def prefix(self) -> str:
-        """What some checkpoints leave out in front of their names."""
+        """Return the prefix of names that some checkpoints omit."""
         return self.blocks.partition(".")[0] + "."
 
     def block_and_part(self, name: str) -> tuple[int, str]:
@@ -170,26 +170,26 @@ class Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """The keys of a file, without the architecture's name in front, besides or instead of the common ones."""
+    """A file's keys without the architecture's prefix, in addition to or instead of the common keys."""
 
     keys: Mapping[str, Setting] = field(default_factory=dict)
     gate: Setting = 1  # the gates of a query head
-    rope_types: tuple[str, ...] = ROPES  # none: no rotary embedding
-    partial_rotary: bool = False  # only a share of a head may turn
-    rotated_apart: bool = False  # a configuration says by another name, too, how much does
-    yarn_scores: bool = False  # YaRN's scale is that of the scores, not of the rotated values
+    rope_types: tuple[str, ...] = ROPES  # empty: no rotary embedding
+    partial_rotary: bool = False  # part of a head may be unrotated
+    rotated_apart: bool = False  # another setting also gives the rotated share
+    yarn_scores: bool = False  # YaRN scales the scores, not the rotated values
     by_block: bool = False  # heads and widths differ from block to block, and keys list them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusals:
-    """What llama.cpp's code has fixed, so that models it computes otherwise are refused; at last notes for the user."""
+    """Constants of llama.cpp's code, to refuse models that it would compute differently, and notes for users."""
 
     required_config: RequiredConfig = field(default_factory=lambda: {"hidden_act": SILU})
     checks: tuple[Check, ...] = ()
-    follows_window: bool = False  # llama.cpp keeps to the sliding window
-    fixed_epsilon: str = ""  # what transformers computes with FIXED_EPSILON, llama.cpp with the epsilon of all norms
-    differs: str = ""  # what llama.cpp computes a little otherwise
+    follows_window: bool = False  # llama.cpp applies the sliding window
+    fixed_epsilon: str = ""  # norms with FIXED_EPSILON in transformers, and with the common epsilon in llama.cpp
+    differs: str = ""  # a small difference in what llama.cpp computes
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Architecture(Tensors, Keys, Refusals, Names):
     """One architecture of transformers in llama.cpp."""
 
     def like(self, model_type: str, name: str = "", **changes: Any) -> Architecture:
-        """Return this row for another model type: mappings are added to this row's, all else is in its place."""
+        """Return this row for another model type; mappings in `changes` extend this row's, others replace."""
         merged: dict[str, Any] = {
             key: {**getattr(self, key), **value} if isinstance(value, Mapping) else value
             for key, value in changes.items()
@@ -206,7 +206,7 @@ class Architecture(Tensors, Keys, Refusals, Names):
 
 
 def of_config(config: Any, setting: Setting) -> Any:
-    """Return what a setting of a row is in a configuration of transformers."""
+    """Return the value of a row's setting in a transformers configuration."""
     if callable(setting):
         return setting(config)
     return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting
@@ -218,17 +218,17 @@ def weights(*parts: str) -> tuple[str, ...]:
 
 
 def biases(*parts: str) -> tuple[str, ...]:
-    """Return their biases."""
+    """Return the biases of these parts of a block."""
     return tuple(f"{part}.bias" for part in parts)
 
 
 def layer_norm(name: str) -> dict[str, Setting]:
-    """Return the key of a LayerNorm's epsilon, which the setting `name` is."""
+    """Return the key of a LayerNorm's epsilon, from the setting `name`."""
     return {"attention.layer_norm_epsilon": name}
 
 
 def experts_of(stem: str, *matrices: str, kind: str = "weight") -> tuple[str, ...]:
-    """Return gate, up and down of every expert, which may be called otherwise."""
+    """Return gate, up and down of every expert, or `matrices` if these have other names."""
     return tuple(f"{stem}.{{expert}}.{name}.{kind}" for name in matrices or ("gate_proj", "up_proj", "down_proj"))
 
 
@@ -247,7 +247,7 @@ def unless(condition: Callable[[Any, int], Any]) -> Callable[[Any, int], bool]:
 
 
 def windows(every: int | None) -> dict[str, Setting]:
-    """Return keys of the window and of the blocks that have it, if not all but every so many-th."""
+    """Return the keys of the window and of the blocks with it: all except every `every`-th."""
 
     def pattern(config: Any) -> list[bool] | None:
         windows = [kind == SLIDING for kind in config.layer_types]
@@ -258,7 +258,7 @@ def windows(every: int | None) -> dict[str, Setting]:
 
 
 def one_or_list(numbers: Sequence[int]) -> int | list[int]:
-    """Return the number of all blocks, or the list of each block's where they differ."""
+    """Return the number if all blocks share it, else the list."""
     return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
@@ -268,12 +268,12 @@ def require(holds: Callable[[Any], Any], otherwise: str) -> Check:
 
 
 def takes_keys(config: Any, block: int) -> bool:
-    """Whether a block takes the keys and values of an earlier one."""
+    """Return whether a block reuses keys and values of an earlier one."""
     return bool(block >= config.num_hidden_layers - config.num_kv_shared_layers)
 
 
 def every_fourth(fourth: Any, others: Any) -> Callable[[Any], list[Any]]:
-    """Return the list of a setting of each block, of which every fourth has another."""
+    """Return a setting's list of blocks in which every fourth differs."""
     return lambda config: [fourth if (block + 1) % 4 == 0 else others for block in range(config.num_hidden_layers)]
 
 

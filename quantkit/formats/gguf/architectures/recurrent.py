@@ -68,7 +68,7 @@ ATTENDS, RECURS = {"full_attention", "attention"}, {"conv", "linear_attention", 
 
 
 def _attends(config: Any, block: int) -> bool:
-    """Whether a block has attention to all tokens; else it has a state or a convolution."""
+    """Return whether a block has attention; otherwise it has a state or a convolution."""
     return bool(config.layer_types[block] in ATTENDS)
 
 
@@ -79,10 +79,10 @@ def _key_heads(config: Any) -> list[int]:
     return [config.num_key_value_heads * _attends(config, block) for block in range(config.num_hidden_layers)]
 
 
-# llama.cpp ends the program where no block has attention, or none is recurrent: a half of its memory is empty.
+# llama.cpp aborts if no block has attention or none is recurrent, as half of its memory is empty.
 _BOTH_KINDS = require(
     lambda config: ATTENDS & {*config.layer_types} and RECURS & {*config.layer_types},
-    "layer_types = {0.layer_types}, and llama.cpp ends the program without attention or recurrence",
+    "layer_types = {0.layer_types}, but llama.cpp aborts without attention or recurrence",
 )
 
 # Short convolutions
@@ -95,7 +95,7 @@ _KNOWN_BLOCKS = require(
 
 
 def _lfm2_inner(config: Any) -> int:
-    """As transformers computes it (models/lfm2/modeling_lfm2.py, Lfm2MLP)."""
+    """Return the feed-forward width as in transformers (models/lfm2/modeling_lfm2.py, Lfm2MLP)."""
     inner = config.intermediate_size
     if not config.block_auto_adjust_ff_dim:
         return int(inner)
@@ -120,14 +120,14 @@ _LFM2_KEYS: dict[str, Setting] = {
     "shortconv.l_cache": "conv_L_cache",
 }
 
-# Gated delta rules, and attention whose output is gated: queries and gates of a head lie side by side
+# Gated delta rules, and attention with a gated output: queries and gates of a head are adjacent
 
 DELTA_LENGTHS = "lengths of queries and keys of delta attention"
 _DELTA = "linear_attn"
 
 
 def _sections(config: Any) -> list[int]:
-    """Return the rotated values by coordinate of an image; a text has one coordinate."""
+    """Return the number of rotated values per image coordinate; text has one coordinate."""
     given = list((config.rope_parameters or {}).get("mrope_section") or (11, 11, 10))
     return [*given, 0, 0, 0, 0][:4]
 
@@ -157,7 +157,7 @@ _QWEN3_NEXT = Architecture(
     required_config={**UNBIASED, "linear_value_head_dim": lambda config: config.linear_key_head_dim},
 )  # fmt: skip
 _MIXTURE_KEYS = EXPERTS_USED | EXPERT_INNER | SHARED_INNER | {EXPERTS: "num_experts"}
-# Qwen 3.5: value heads that share a key head lie apart in the file, so that they repeat like tiles.
+# Qwen 3.5: value heads that share a key head are apart in the file, so that they repeat like tiles.
 _QWEN35 = _QWEN3_NEXT.like(
     "qwen3_5_text", "qwen35", parts=weights(*NORMS, *MLP),
     per_block=_delta_blocks("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
@@ -169,7 +169,7 @@ _QWEN35 = _QWEN3_NEXT.like(
     },
     checks=(*_QWEN3_NEXT.checks, require(
         lambda config: sum(_sections(config)) <= config.head_dim,
-        "mrope_section = {0.rope_parameters} in heads of {0.head_dim}, for which llama.cpp ends the program",
+        "mrope_section = {0.rope_parameters} in heads of {0.head_dim}, for which llama.cpp aborts",
     )),
 )  # fmt: skip
 _SECTIONS: dict[str, Setting] = {"rope.dimension_sections": _sections}
@@ -206,7 +206,7 @@ _ONES = (
 
 
 def _of_in_proj(config: Any) -> list[tuple[int, float]]:
-    """(rows, factor) of gates, values, input and output states, and steps; all are taken of a scaled input."""
+    """Return (rows, factor) of gates, values, input and output states, and steps, as their input is scaled."""
     inner, states = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
     counts = (inner, inner, states, states, config.mamba_n_heads)
     of_parts = zip(counts, config.ssm_multipliers, strict=True)
@@ -232,7 +232,7 @@ def _with_experts(setting: str) -> Setting:
 def _kimi_blocks(
     attention: str, mixture: str, experts: tuple[str, ...], delta: Parts, latent: tuple[str, ...] = ()
 ) -> tuple[tuple[Any, Parts], ...]:
-    """Return the parts of some blocks, with those of `delta` and `latent` attention that the two have otherwise."""
+    """Return the parts of some blocks, with names that differ between `delta` and `latent` attention."""
     names = ("q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "o_norm", "k_proj", "v_proj")
     own = weights(*(f"{attention}.{part}" for part in names))
     of_latent = weights(f"{attention}.kv_a_proj_with_mqa", f"{attention}.kv_a_layernorm")
@@ -304,7 +304,7 @@ ROWS = (
         },
         checks=(require(
             lambda config: not {"mlp", "moe"} <= {*config.layers_block_type},
-            "blocks with experts beside blocks with one feed-forward layer, and llama.cpp has either",
+            "some blocks have experts and some one feed-forward layer, but llama.cpp supports only one kind",
         ), _BOTH_KINDS),
     ),
     Architecture(
@@ -330,7 +330,7 @@ ROWS = (
         required_config={**_MAMBA_FIXED, "mamba_expand": 2}, checks=(_BOTH_KINDS,),
     ),
     _BAMBA,
-    Architecture(  # attention and a state in every block, side by side
+    Architecture(  # attention and a state in parallel in every block
         "falcon_h1", "falcon-h1",
         (*_BAMBA.parts, *weights(*ATTENTION), *(part for part in _MAMBA if part != "mamba.norm.weight")),
         per_block=(("mamba_rms_norm", weights("mamba.norm")),), outside=_BAMBA.outside, shapes=_MAMBA_SHAPES,
@@ -350,7 +350,7 @@ ROWS = (
         keys=RMS | _MAMBA_KEYS,
         required_config={
             **_MAMBA_FIXED, "projectors_bias": False, "mlp_bias": False,
-            # llama.cpp's norm of what a state gives comes behind the gate.
+            # llama.cpp normalizes a state's output after the gate.
             "mamba_norm_before_gate": lambda config: False if config.mamba_rms_norm else (False, True),
         },
     ),

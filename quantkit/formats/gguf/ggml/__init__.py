@@ -1,1 +1,1 @@
-"""ggml's block types: packed, unpacked, and their scales fitted anew."""
+"""Pack and unpack ggml's block types, and refit their scales."""

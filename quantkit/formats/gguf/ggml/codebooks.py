@@ -1,8 +1,8 @@
-"""Points, signs and scales of ggml's IQ2 and IQ3 blocks: unpacked and packed.
+"""Pack and unpack points, signs and scales of ggml's IQ2 and IQ3 blocks.
 
-A block holds 256 neighbouring weights of a row. Each 4 or 8 of them are a point of a table, each weight with its own
-sign, times the scale of a run of 16 or 32: weight = scale * sign * point. In types with `even` signs each 8 weights
-have an even number of minuses, which saves a bit. ggml itself gives the tables: it reads a block that names each point.
+A block holds 256 neighbouring weights of a row. Each 4 or 8 of them are a point of a table; each weight has its own
+sign, and each run of 16 or 32 a scale: weight = scale * sign * point. In types with `even` signs each 8 weights
+have an even number of minuses, which saves a bit. The tables come from ggml: it unpacks blocks that name each point.
 Layouts: block_iq2_xxs .. block_iq3_s in ggml-common.h, dequantize_row_* in ggml-quants.c. Not here: IQ1_S and IQ1_M.
 """
 
@@ -19,13 +19,13 @@ from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.kquants import BLOCK, Bytes, Floats
 
 Indices = NDArray[np.uint16]
-SIGN_RUN = 8  # weights whose signs lie together
+SIGN_RUN = 8  # weights per sign group
 ONE = np.frombuffer(np.float16(1).tobytes(), np.uint8)
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """One type."""
+    """The layout of one type."""
 
     name: str
     size: int  # weights of a point
@@ -33,12 +33,12 @@ class Codebook:
     run: int  # weights that share a scale
     nbytes: int  # of a block
     even: bool
-    # Of blocks, indices (n, 256 / size), signs (n, 32), whose bits are the minuses of 8 weights; in place.
+    # (blocks, indices (n, 256 / size), signs (n, 32), a bit per weight that is set for minus); changes blocks in place.
     pack: Callable[[Bytes, Indices, Bytes], None]
 
     @cached_property
     def table(self) -> Floats:
-        """The points (points, size) float32, none negative, in the units of `scales`."""
+        """Return the points (points, size) float32, not negative, in units of `scales`."""
         each = BLOCK // self.size
         blocks = np.zeros((-(-self.points // each), self.nbytes), np.uint8)
         blocks[:, :2] = ONE
@@ -68,7 +68,7 @@ class Codebook:
         return factors.reshape(len(packed), -1), ggml.dequantize(self.name, blocks.reshape(packed.shape), columns)
 
     def with_factors(self, packed: Bytes, factors: Floats) -> Bytes:
-        """Copy packed rows with other factors (rows, columns / 256), which a float16 holds."""
+        """Copy packed rows with other factors (rows, columns / 256), exact in float16."""
         blocks = packed.reshape(-1, self.nbytes).copy()
         blocks[:, :2] = factors.astype(np.float16).reshape(-1, 1).view(np.uint8)
         return blocks.reshape(packed.shape)
@@ -79,14 +79,14 @@ def _words(parts: Bytes) -> NDArray[np.uint32]:
 
 
 def _with_signs(words: NDArray[np.uint32], signs: Bytes) -> Bytes:
-    """Words (n, 8), whose upper four bits are scales, with 4 times 7 of the signs (n, 32): the eighth follows."""
+    """Return words (n, 8), with scales in the upper four bits and 4 times 7 signs (n, 32) below; the eighth follows."""
     sevens = (signs.reshape(len(signs), 8, 4) & np.uint8(127)).astype(np.uint32) << np.arange(0, 28, 7, dtype=np.uint32)
     made = (words & np.uint32(15 << 28)) | np.bitwise_or.reduce(sevens, axis=2)
     return made.astype("<u4").view(np.uint8)
 
 
 def _pack_2_xxs(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
-    """Of each 32 weights four points and a word of signs and scale."""
+    """Store, per 32 weights, four points and a word of signs and scale."""
     parts = blocks[:, 2:66].reshape(-1, 8, 8)
     words = _with_signs(_words(parts[:, :, 4:]).reshape(-1, 8), signs)
     made = np.concatenate([indices.astype(np.uint8).reshape(-1, 8, 4), words.reshape(-1, 8, 4)], axis=2)
@@ -94,13 +94,13 @@ def _pack_2_xxs(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
 
 
 def _pack_2_xs(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
-    """A point of 9 bits and 7 signs in 16."""
+    """Store a 9-bit point and 7 signs in 16 bits."""
     numbers = indices | ((signs & np.uint8(127)).astype(np.uint16) << np.uint16(9))
     blocks[:, 2:66] = numbers.astype("<u2").view(np.uint8)
 
 
 def _pack_2_s(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
-    """The lower 8 bits of all points, all signs, the upper 2 bits of the points."""
+    """Store the lower 8 bits of all points, all signs, and the upper 2 bits of the points."""
     blocks[:, 2:34] = indices & np.uint16(255)
     blocks[:, 34:66] = signs
     high = (indices >> np.uint16(8)).reshape(-1, 8, 4) << np.arange(0, 8, 2, dtype=np.uint16)
@@ -108,13 +108,13 @@ def _pack_2_s(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
 
 
 def _pack_3_xxs(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
-    """All points, then words of signs and scale."""
+    """Store all points, then words of signs and scale."""
     blocks[:, 2:66] = indices
     blocks[:, 66:98] = _with_signs(_words(blocks[:, 66:98]), signs)
 
 
 def _pack_3_s(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
-    """The lower 8 bits of all points, their ninth bits, all signs."""
+    """Store the lower 8 bits of all points, their ninth bits, and all signs."""
     blocks[:, 2:66] = indices & np.uint16(255)
     high = (indices >> np.uint16(8)).reshape(-1, 8, 8) << np.arange(8, dtype=np.uint16)
     blocks[:, 66:74] = np.bitwise_or.reduce(high, axis=2)

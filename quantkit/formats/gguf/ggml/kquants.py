@@ -1,7 +1,7 @@
-"""Codes and scales of ggml's K-quant blocks, and of IQ4_XS, which is built alike: unpacked and packed.
+"""Pack and unpack codes and scales of ggml's K-quant blocks, and of the similar IQ4_XS.
 
 A block holds 256 neighbouring weights of a row; each run of 16 or 32 has a scale of 4 or 6 bits, and in some types a
-minimum: weight = scale * code - minimum. IQ4_XS's codes stand for 16 uneven steps. Layouts: block_q2_K .. block_q6_K
+minimum: weight = scale * code - minimum. IQ4_XS's codes index 16 uneven steps. Layouts: block_q2_K .. block_q6_K
 and block_iq4_xs in ggml-common.h, dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml.
 """
 
@@ -25,9 +25,9 @@ Pack = Callable[[Bytes, Bytes, Bytes], None]
 
 @dataclass
 class Scales:
-    """All of n blocks but the codes: value = factor * scales * code - offset * minima.
+    """The scales of n blocks: value = factor * scales * code - offset * minima.
 
-    factor and offset are (n, 1) float32 that a float16 holds; scales and minima (n, 256 / group) are whole numbers in
+    factor and offset are (n, 1) float32, exact in float16; scales and minima (n, 256 / group) are whole numbers in
     float32. In types without minima, value = factor * scales * (code - zero), and minima are zeros.
     """
 
@@ -38,7 +38,7 @@ class Scales:
 
 
 class Field(NamedTuple):
-    """Where a block stores `width` bits of numbers, from bit `shift` on: in its bytes `start` to `stop`.
+    """The place of `width` bits of numbers, from bit `shift` on: bytes `start` to `stop` of a block.
 
     In each `run` of bytes, number `run * j + l` is in byte l at bit width * j.
     """
@@ -52,21 +52,21 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class KQuant:
-    """One type."""
+    """The layout of one type."""
 
     name: str
     bits: int  # of a code
     group: int  # weights that share a scale
     nbytes: int  # of a block
-    least: int  # scale, a whole number
+    least: int  # smallest scale, a whole number
     largest: int
     largest_minimum: int  # 0: the type has none
     zero: int  # subtracted from codes without minima
-    factor_at: int  # the byte of the float16 factor; the minima's is behind it
-    unpack: Unpack  # blocks -> scales less `least`, and minima
+    factor_at: int  # byte offset of the float16 factor; the minima's factor follows
+    unpack: Unpack  # blocks -> (scales - `least`, minima)
     pack: Pack  # puts these into blocks
     fields: tuple[Field, ...]  # of the codes
-    steps: tuple[int, ...] = ()  # the values of the codes, if these are not consecutive numbers
+    steps: tuple[int, ...] = ()  # values of the codes, if not consecutive
 
 
 def _take(blocks: Bytes, fields: Iterable[Field]) -> Bytes:
@@ -96,7 +96,7 @@ def _pack_2(blocks: Bytes, scales: Bytes, minima: Bytes) -> None:
 
 
 def _unpack_45(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Eight scales and eight minima of 6 bits in 12 bytes."""
+    """Return eight scales and eight minima of 6 bits from 12 bytes."""
     low, mid, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=1)
     minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=1)
@@ -110,7 +110,7 @@ def _pack_45(blocks: Bytes, scales: Bytes, minima: Bytes) -> None:
 
 
 def _unpack_6(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Signed bytes: another sign bit adds 128."""
+    """Return scales from signed bytes; flipping the sign bit adds 128."""
     return blocks[:, 192:208] ^ np.uint8(128), np.zeros_like(blocks[:, 192:208])
 
 
@@ -146,7 +146,7 @@ KQUANTS = {
 
 
 def read_scales(name: str, packed: Bytes) -> Scales:
-    """Return the scales of packed rows (rows, bytes), one block after the other."""
+    """Return the scales of packed rows (rows, bytes), block by block."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes)
     scales, minima = (part.astype(np.float32) for part in kind.unpack(blocks))

@@ -1,8 +1,8 @@
 """ggml's own quantizers through ctypes: rows of float32 to llama.cpp's blocks, and back.
 
-packing.py packs the same bytes in less time, for some types. The library is the package libggml-python's `libggml-base`
+packing.py makes the same bytes faster, for some types. The library is the package libggml-python's `libggml-base`
 (include/ggml.h: `ggml_quantize_chunk`, `ggml_get_type_traits`). ctypes releases the interpreter lock, so threads use
-several cores. The first rows of an IQ1, IQ2 or IQ3 type wait for ggml's tables, IQ2_S's and IQ1_M's for seconds.
+several cores. The first rows of an IQ1, IQ2 or IQ3 type wait for ggml's tables: seconds for IQ2_S and IQ1_M.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from quantkit.formats.gguf.ggml.kquants import Bytes, Floats
 from quantkit.formats.gguf.ggml.packing import PACKERS, available, pack
 
 NAMES = ("libggml-base.so", "libggml-base.so.0", "libggml-base.dylib", "ggml-base.dll", "libggml-base.dll")
-# F16 holds no more, and the blocks of the other types have float16 scales.
+# The limit of F16, and of the float16 scales in other types' blocks.
 LARGEST = 65504.0
 WIDE = ("F32", "BF16")
-# Sums of importance times squared weight are float32: below and above these importances they vanish or overflow.
+# Sums of importance times squared weight are float32 and would vanish or overflow beyond these importances.
 FAINTEST, LOUDEST = 1e-20, 1e20
-# The types that llama.cpp makes only with an importance; without one ggml ends the process for most of them.
+# Types that llama.cpp makes only with an importance matrix; without one, ggml aborts for most of them.
 IMPORTANCE_ONLY = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"))
-# The types whose rounding an importance changes.
+# Types whose rounding uses importance.
 WEIGHTED = frozenset(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
 WEIGHTED |= {"IQ3_S", "IQ4_XS", "IQ4_NL"} | IMPORTANCE_ONLY
 
@@ -48,7 +48,7 @@ class _Traits(ctypes.Structure):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A tensor type of ggml: `block` values take `block_bytes` bytes; files name it by `number`."""
+    """A tensor type of ggml: `block` values have `block_bytes` bytes; files identify it by `number`."""
 
     name: str
     number: int
@@ -57,7 +57,7 @@ class BlockType:
     to_float: Callable[[int, int, int], None] | None
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row; raise ValueError if it is no whole number of blocks."""
+        """Return the bytes of a row; raise ValueError if it is not a whole number of blocks."""
         if columns <= 0 or columns % self.block:
             raise ValueError(f"{self.name} stores rows of a multiple of {self.block} values, not {columns}")
         return columns // self.block * self.block_bytes
@@ -75,8 +75,8 @@ def _library() -> Any:
     path = _find("libggml")
     if path is None:
         raise DependencyError("the package libggml-python is missing. Install it with: pip install libggml-python")
-    # llama.cpp's own libggml-base has the same name inside, often in another version. The system's loader would give
-    # llama.cpp whichever was loaded first, and that must be its own.
+    # llama.cpp's own libggml-base has the same internal name, often in another version. The system's loader would give
+    # llama.cpp the one that was loaded first, and it needs its own.
     if other := _find("llama_cpp"):
         ctypes.CDLL(str(other))
     try:
@@ -103,9 +103,7 @@ def block_type(name: str) -> BlockType:
     number = int(GGMLQuantizationType[name])
     traits = _library().ggml_get_type_traits(number).contents
     if (int(traits.block), int(traits.block_bytes)) != GGML_QUANT_SIZES[GGMLQuantizationType[name]]:
-        raise DependencyError(
-            f"libggml-python and gguf disagree on {name}. Install the versions that quantkit asks for."
-        )
+        raise DependencyError(f"libggml-python and gguf disagree on {name}. Reinstall quantkit's required versions.")
     return BlockType(name, number, int(traits.block), int(traits.block_bytes), traits.to_float or None)
 
 
@@ -120,22 +118,22 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
     """Pack float32 `rows` (n, columns) as (n, row_bytes) uint8.
 
     `importance` (columns,) float32 weighs each column's squared error; types in `WEIGHTED` use it, those in
-    `IMPORTANCE_ONLY` need it. Raises ValueError for what ggml would silently spoil: rows that are no whole number of
+    `IMPORTANCE_ONLY` need it. Raises ValueError for input that ggml would corrupt: rows that are not a whole number of
     blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them), and importance that is missing, negative,
     not finite, above `LOUDEST`, or below `FAINTEST` over a whole run of 16 columns (ggml would zero the weights there).
     """
     kind = block_type(name)
     _refuse_layout(rows, np.float32, "rows")
     n, columns = rows.shape
-    kind.row_bytes(columns)  # refuses
+    kind.row_bytes(columns)  # raises ValueError for a wrong row length
     largest = max(float(rows.max()), -float(rows.min())) if n else 0.0
     limit = float(np.finfo(np.float32).max) if name in WIDE else LARGEST
     if not largest <= limit:  # the negation also catches NaN
-        raise ValueError(f"{name} holds finite values up to {limit:.5g}, got {largest:.3g}")
+        raise ValueError(f"{name} supports finite values up to {limit:.5g}, got {largest:.3g}")
     if name == "F32":
         return rows.view(np.uint8)
     if importance is None and name in IMPORTANCE_ONLY:
-        raise ValueError(f"{name} is made only with an importance, and there is none here")
+        raise ValueError(f"{name} needs an importance matrix")
     if name not in WEIGHTED:
         importance = None
     elif importance is not None:
@@ -144,7 +142,7 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
 
 
 def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Pack with ggml itself, as `quantize` but without its checks."""
+    """Pack with ggml itself, without the checks of `quantize`."""
     kind, (n, columns) = block_type(name), rows.shape
     packed = np.empty((n, kind.row_bytes(columns)), dtype=np.uint8)
     pointer = None if importance is None else importance.ctypes.data
@@ -156,7 +154,7 @@ def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
 
 @cache
 def _same(name: str, weighted: bool) -> bool:
-    """Return whether the faster packing gives this ggml's bytes, tried once in a process."""
+    """Return whether the faster packing gives the same bytes as this ggml; tested once per process."""
     if (name, weighted) not in PACKERS or not available():
         return False
     random = np.random.default_rng(0)
@@ -171,8 +169,8 @@ def _check_importance(name: str, importance: Floats, columns: int) -> None:
     if not np.isfinite(importance).all() or bool((importance < 0).any()):
         raise ValueError("importance must be finite and not negative")
     if (largest := float(importance.max(initial=0))) > LOUDEST:
-        raise ValueError(f"importance goes up to {largest:.3g}, and {name} is computed right up to {LOUDEST:g}")
-    # 16 columns is the shortest run that has a scale of its own in the types that use importance.
+        raise ValueError(f"importance is up to {largest:.3g}, but {name} is correct only up to {LOUDEST:g}")
+    # 16 columns is the shortest run with its own scale in the types that use importance.
     if bool((importance.reshape(-1, 16).max(axis=1) < FAINTEST).any()):
         raise ValueError(f"importance is zero over 16 neighbouring columns, which {name} would turn to zero weights")
 

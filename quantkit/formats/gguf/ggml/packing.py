@@ -1,10 +1,10 @@
-"""ggml's block types packed by a search of our own: the bytes of ggml's quantizers in a fraction of the time.
+"""Pack ggml's block types with a faster search that gives the same bytes as ggml's quantizers.
 
 Each function follows one of ggml's (quantize_row_*_ref without importance, quantize_row_*_impl with it, in
 ggml-quants.c of https://github.com/ggml-org/ggml): weights of the errors, scales of the blocks, scales of the
 super-blocks of 256, codes on the stored scales. ggml is fast enough for all other types.
 
-The search for the scales of small blocks is in C (search.c): ggml's arithmetic on many blocks side by side, without the
+The search for small blocks' scales is in C (search.c): ggml's arithmetic on many blocks in parallel, without the
 interpreter's lock. Without a compiler at installation, `available` is false and ggml's own quantizer does the work.
 """
 
@@ -26,7 +26,7 @@ from quantkit.formats.gguf.ggml.kquants import BLOCK, KQUANTS, Bytes, Floats, Sc
 
 _FLOATS, _BYTES = (ndpointer(dtype, flags="C_CONTIGUOUS") for dtype in (np.float32, np.uint8))
 _FLOAT, _INT, _LONG = ctypes.c_float, ctypes.c_int, ctypes.c_long
-# Of search.c: values and weights are float32 (blocks, n) with n up to 32, codes uint8 of that shape.
+# Arguments of search.c: values and weights are float32 (blocks, n) with n up to 32, codes uint8 of that shape.
 _ARGUMENTS = {
     "error_weights": [_FLOATS, ctypes.c_void_p, _LONG, _LONG, _INT, _FLOAT, _FLOATS],
     "search_affine": [_FLOATS, _FLOATS, _LONG, _INT, _INT, _FLOAT, _FLOAT, _INT, _INT, *[_FLOATS] * 3, _BYTES],
@@ -35,7 +35,7 @@ _ARGUMENTS = {
     "round_codes": [_FLOATS, _FLOATS, _FLOATS, _LONG, _INT, _INT, _INT, _BYTES],
 }
 NOTHING = np.float32(1e-15)
-SLAB = 1 << 18  # weights packed at a time, for which a few arrays of float32 are held
+SLAB = 1 << 18  # weights packed at a time; memory is a few float32 arrays of this size
 
 
 def load(path: Path) -> Any:
@@ -53,7 +53,7 @@ def _library() -> Any:
     path = next((place for end in EXTENSION_SUFFIXES if (place := here / f"_search{end}").is_file()), None)
     try:
         return load(path) if path is not None else None
-    except OSError:  # made for another machine
+    except OSError:  # built for another machine
         return None
 
 
@@ -64,7 +64,7 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Fitted:
-    """By block: scale, offset and sum of weights (blocks,), and codes uint8 (blocks, n)."""
+    """Per block: scale, offset and sum of weights (blocks,), and codes uint8 (blocks, n)."""
 
     scales: Floats
     offsets: Floats
@@ -91,17 +91,17 @@ def _searched(function: str, values: Floats, weights: Floats, results: tuple[str
 
 
 def _search_affine(values: Floats, weights: Floats, top: int, tried: Candidates) -> Fitted:
-    """value = scale * code - offset, codes 0..`top`, offsets not negative."""
+    """Fit value = scale * code - offset, with codes 0..`top` and offsets >= 0."""
     return _searched("search_affine", values, weights, ("scales", "offsets", "sums", "codes"), top, *tried)
 
 
 def _search_symmetric(values: Floats, weights: Floats, top: int) -> Fitted:
-    """value = scale * (code - top), codes 0..2 * `top` - 1, scales of either sign."""
+    """Fit value = scale * (code - top), with codes 0..2 * `top` - 1 and scales of either sign."""
     return _searched("search_symmetric", values, weights, ("scales", "sums", "codes"), top)
 
 
 def _error_weights(rows: Floats, importance: Floats | None, run: int, times: int = 1) -> Floats:
-    """Return weights of squared errors, of the shape of `rows` (n, columns), whose runs have the mean square m.
+    """Return weights of squared errors with the shape of `rows` (n, columns); m is a run's mean square.
 
     importance (columns,) * sqrt(times * m + square), or without it sqrt(m) + magnitude.
     """
@@ -120,7 +120,7 @@ WEIGHTED = Candidates(-0.9, 0.05, 36)
 
 
 def _nearest(values: Floats) -> NDArray[np.int32]:
-    """ggml's rounding: the nearest whole number, ties to even, for magnitudes below 2^22."""
+    """Round as ggml does: to the nearest whole number, ties to even, for magnitudes below 2^22."""
     return ((values + np.float32(12582912.0)).view(np.int32) & 0x007FFFFF) - 0x00400000
 
 
@@ -139,7 +139,7 @@ def _super_block(values: Floats, weights: Floats | None, top: int) -> tuple[Floa
 
 
 def _affine(name: str, rows: Floats, importance: Floats | None) -> Bytes:
-    """Pack Q2_K, Q4_K, Q5_K: a scale and a minimum for each block, codes of both in the super-block."""
+    """Pack Q2_K, Q4_K, Q5_K: a scale and a minimum for each block, both as codes in the super-block."""
     kind, tried = KQUANTS[name], PLAIN[name] if importance is None else WEIGHTED
     blocks = rows.reshape(-1, kind.group)
     if importance is not None:
@@ -155,7 +155,7 @@ def _affine(name: str, rows: Floats, importance: Floats | None) -> Bytes:
 
 
 def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
-    """Pack Q3_K with importance and Q6_K: a signed scale for each block."""
+    """Pack Q3_K with importance and Q6_K: with a signed scale per block."""
     kind = KQUANTS[name]
     blocks = rows.reshape(-1, kind.group)
     if importance is None:
@@ -176,7 +176,7 @@ def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
 
 
 def _extreme(scales: Floats) -> tuple[Floats, Floats]:
-    """Return factors (n, 1) that put the scale of largest magnitude at -128, and the whole scales."""
+    """Return factors (n, 1) that put the scale of largest magnitude at -128, and the integer scales."""
     sizes = np.where(np.isnan(scales), np.float32(0), np.abs(scales))
     extreme = np.take_along_axis(scales, sizes.argmax(axis=1)[:, None], axis=1)
     nothing = sizes.max(axis=1, keepdims=True) < NOTHING
@@ -186,14 +186,14 @@ def _extreme(scales: Floats) -> tuple[Floats, Floats]:
 
 
 def _written(name: str, rows: Floats, codes: Bytes, stored: Scales) -> Bytes:
-    """Round codes on the scales as they are stored, and put all into blocks."""
+    """Round codes with the stored scales, and write blocks."""
     kind = KQUANTS[name]
     scales = np.ascontiguousarray((stored.factor * stored.scales).reshape(-1))
     offsets = np.ascontiguousarray((stored.offset * stored.minima).reshape(-1))
     blocks, top = rows.reshape(-1, kind.group), (1 << kind.bits) - 1
     _library().round_codes(
         blocks, scales, offsets, *blocks.shape, kind.zero, top, codes
-    )  # where a scale is 0 they stay
+    )  # codes of a zero scale are unchanged
     packed = np.zeros((len(rows), rows.shape[1] // BLOCK * kind.nbytes), np.uint8)
     return with_scales(name, with_codes(name, packed, codes), stored)
 
@@ -217,7 +217,7 @@ def _small(bits: int, minimum: bool, rows: Floats, importance: Floats | None) ->
 
 
 Packer = Callable[[Floats, Floats | None], Bytes]
-# By type and whether there is an importance.
+# By (type, whether there is an importance).
 PACKERS: dict[tuple[str, bool], Packer] = {
     **{(name, weighted): partial(_affine, name) for name in PLAIN for weighted in (False, True)},
     **{key: partial(_symmetric, key[0]) for key in (("Q3_K", True), ("Q6_K", False), ("Q6_K", True))},
@@ -229,6 +229,6 @@ def pack(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
     """Pack float32 `rows` (n > 0, columns), checked by `ggml.quantize`, as ggml would; raise KeyError."""
     packer = PACKERS[name, importance is not None]
     step = max(1, SLAB // rows.shape[1])
-    with np.errstate(all="ignore"):  # flat blocks divide by zero, and are told apart afterwards, as in ggml
+    with np.errstate(all="ignore"):  # blocks of equal values divide by zero, and are handled afterwards, as in ggml
         packed = [packer(rows[first : first + step], importance) for first in range(0, len(rows), step)]
     return packed[0] if len(packed) == 1 else np.concatenate(packed)

@@ -1,8 +1,8 @@
-"""Refit the scales of rounded K-quants and IQ4_XS (of IQ2 and IQ3 the float16 factors alone), with codes held.
+"""Refit the scales of rounded K-quants and IQ4_XS (for IQ2 and IQ3 only the float16 factors); codes stay.
 
-Lowers tr((W - V) H (W - V)^T) in the values V of a row, by coordinate descent: each scale and each minimum takes the
-best whole number with all else held, then the factors of all blocks of a row are solved for in closed form. Nothing is
-taken that does not lower the error.
+Lowers tr((W - V) H (W - V)^T) for a row's values V by coordinate descent: each scale and minimum takes the
+best whole number with all others fixed; then the factors of a row's blocks are solved in closed form. Only changes
+that lower the error are accepted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quantkit.formats.gguf.ggml.kquants import (
 )
 from quantkit.numerics.scale_refit import better_rows, normal_equations, solve_rows, unit_sums
 
-RIDGE = 1e-6  # share of the mean diagonal that holds the factors where they are
+RIDGE = 1e-6  # share of the mean diagonal; pulls factors towards their present values
 
 
 class _PackedRows:
-    """n rows in torch: factor, offset (n, B), scales, minima (n, G), codes less zero or their steps (n, K)."""
+    """n rows in torch: factor, offset (n, B), scales, minima (n, G), codes - zero, or their steps (n, K)."""
 
     def __init__(self, kind: KQuant, packed: Bytes, device: torch.device) -> None:
         self.kind, self.blocks = kind, packed.shape[1] // kind.nbytes
@@ -82,7 +82,7 @@ def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor
                 best = torch.where(torch.isfinite(best), best, 0.0)
                 step = (whole[:, g] + best).round().clamp(least, largest) - whole[:, g]
                 moved_by = step * unit
-                step = torch.where(2 * moved_by * gain - moved_by.square() * curve > 0, step, 0.0)  # the error is lower
+                step = torch.where(2 * moved_by * gain - moved_by.square() * curve > 0, step, 0.0)  # if that lowers it
                 whole[:, g] += step
                 change = (step * unit)[:, None] * direction
                 near -= change @ inner[part]
@@ -106,7 +106,7 @@ def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> 
 def _solved(
     parts: list[torch.Tensor], factors: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
 ) -> torch.Tensor:
-    """Return better factors (n, P * B), as float16 holds, of rows that sum P parts (n, K); rows may keep theirs."""
+    """Return factors (n, P * B), exact in float16, of rows that sum P parts (n, K); unchanged where no better."""
     blocks, now, along = target.shape[1] // BLOCK, factors.to(torch.float64), target @ hessian
     normal = normal_equations(parts, hessian, blocks)
     aimed = torch.cat([unit_sums(part * along, blocks) for part in parts], 1)
@@ -116,7 +116,7 @@ def _solved(
 
 
 def refit_factors(codebook: Codebook, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
-    """Refit the float16 factors of packed rows of a type of `codebooks`, as `refit`."""
+    """Refit the float16 factors of packed rows of a type of `codebooks`; see `refit`."""
     factors, values = codebook.without_factors(packed, target.shape[1])
     now, part = torch.from_numpy(factors).to(target.device), torch.from_numpy(values).to(target.device)
     return codebook.with_factors(packed, _solved([part], now, target, hessian).cpu().numpy())

@@ -1,1 +1,1 @@
-"""A tokenizer as a GGUF file holds it."""
+"""Tokenizers in GGUF files."""

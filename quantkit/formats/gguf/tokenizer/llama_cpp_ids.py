@@ -1,4 +1,4 @@
-"""Tokenize with a file's vocabulary in llama.cpp, in another process: llama.cpp aborts at a bad vocabulary."""
+"""Tokenize with a file's vocabulary in llama.cpp, in another process, since llama.cpp aborts on a bad vocabulary."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quantkit.errors import UnsupportedError, one_line
 from quantkit.system.untrusted import parse_json
 
 LIMIT = 600.0  # seconds; the largest vocabularies take a few
-LONGEST = 300  # characters of what llama.cpp says
+LONGEST = 300  # characters of llama.cpp's output
 SIGNS = ("error", "assert", "failed")
 
 
 def llama_cpp_ids(path: Path, text: str) -> list[int]:
-    """Return the ids of `text`, without BOS and EOS, by the vocabulary of a GGUF file; raise UnsupportedError."""
+    """Return the ids of `text`, without BOS and EOS, with the vocabulary of a GGUF file; raise UnsupportedError."""
     what = f"{path}: llama.cpp cannot read its vocabulary"
     try:
         done = subprocess.run(
@@ -43,7 +43,7 @@ def _reason(code: int, said: str) -> str:
 
 
 def main() -> None:
-    """Run as a process: the file as argument, the text on standard input, the ids on standard output."""
+    """Run the process: the file is the argument, standard input the text, standard output the ids."""
     import resource
 
     import llama_cpp

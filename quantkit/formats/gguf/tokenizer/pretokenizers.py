@@ -1,4 +1,4 @@
-"""Find llama.cpp's pre-tokenizer of a byte-level BPE tokenizer, by its ids for one text or by its own steps.
+"""Find llama.cpp's pre-tokenizer for a byte-level BPE tokenizer, by its ids for one text or by its steps.
 
 llama.cpp publishes text and table (convert_hf_to_gguf_update.py and conversion/base.py, `get_vocab_base_pre`, commit
 00bd27a6; https://github.com/ggml-org/llama.cpp). The key is the first 16 digits of the sha256 of the token ids, written
@@ -49,8 +49,8 @@ _FINGERPRINTS = {
 NAMES = {key: name for name, keys in _FINGERPRINTS.items() for key in keys.split()}
 
 
-# Steps of a tokenizer.json that are one of llama.cpp's pre-tokenizers (src/llama-vocab.cpp), for vocabularies that no
-# table knows: trained or extended by somebody. The second place is whether merges are ignored for whole words.
+# Steps of a tokenizer.json that equal a pre-tokenizer of llama.cpp (src/llama-vocab.cpp), for vocabularies that no
+# table knows, such as retrained ones. The second value: whether merges are ignored for whole words.
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -66,7 +66,7 @@ STEPS = {
 
 
 def steps_name(steps: Iterable[dict[str, Any]], ignores_merges: bool) -> str | None:
-    """Return llama.cpp's pre-tokenizer that does these steps of a tokenizer.json, or None."""
+    """Return llama.cpp's pre-tokenizer with these steps of a tokenizer.json, or None."""
     return STEPS.get((tuple(_step(step) for step in steps), ignores_merges))
 
 

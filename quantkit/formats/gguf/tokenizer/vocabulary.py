@@ -1,12 +1,12 @@
-"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), other BPE (``llama``, ``gemma4``), unigram (``t5``).
+"""Write tokenizers into GGUF files: byte-level BPE (``gpt2``), other BPE (``llama``, ``gemma4``), unigram (``t5``).
 
 All come from the fast tokenizer that transformers loads. llama.cpp tokenizes with its own code: the pre-tokenizer of
-byte-level BPE is found by its behaviour (pretokenizers.py), the other algorithms run here on a probe text.
+byte-level BPE is found by its behaviour (pretokenizers.py); the other algorithms run here on a probe text.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: WordPiece, unigram with byte fallback,
-tokenizers that put something else than BOS and EOS around a text.
-What runs here are llama.cpp's SentencePiece-like BPE, Gemma 4's BPE and unigram, without special tokens
-(src/llama-vocab.cpp). All are quadratic in the length of the text, meant for a probe of some hundred characters.
+tokenizers that add anything but BOS and EOS to a text.
+This file implements llama.cpp's SentencePiece-like BPE, Gemma 4's BPE and unigram, without special tokens
+(src/llama-vocab.cpp). All are quadratic in the text's length, for a probe of some hundred characters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LACKING = "the step {}, which llama.cpp lacks"
 
 
 def spm_scores(model: dict[str, Any]) -> dict[str, float]:
-    """Return scores by text: minus the place of the first merge that makes the token, the lowest for no merge."""
+    """Return scores by text: minus the index of the first merge that makes the token, or the lowest score."""
     first: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
@@ -54,7 +54,7 @@ def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix:
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges of the ``model`` part of a tokenizer.json, the best first."""
+    """Return the merges in the ``model`` part of a tokenizer.json, best first."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(left, right) for left, right in pairs]
 
@@ -76,7 +76,7 @@ def gemma4_tokens(text: str, ids: Mapping[str, int], merges: list[tuple[str, str
 
 @dataclass(frozen=True)
 class Unigram:
-    """A unigram tokenizer, llama.cpp's ``t5`` model: the best sum of scores over the whole text."""
+    """A unigram tokenizer, llama.cpp's ``t5`` model: it maximizes the sum of scores over the text."""
 
     pieces: dict[str, tuple[int, float]]  # token ids and scores by text, with U+2581 for blanks
     unknown: int  # the id of a code point without a token
@@ -98,7 +98,7 @@ class Unigram:
             best.append(max(endings, key=lambda item: item[0]))
         tokens: list[int] = []
         for number, run in groupby(best[-1][1]):
-            tokens += [number] if number == self.unknown else run  # neighbouring unknown ones are one
+            tokens += [number] if number == self.unknown else run  # neighbouring unknown code points become one token
         return tokens
 
     def _normalized(self, text: str) -> str:
@@ -113,7 +113,7 @@ class Unigram:
 
 
 def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram:
-    """Read the ``model`` part and the steps of a tokenizer.json; raise ValueError for one that llama.cpp lacks."""
+    """Read the ``model`` part and the steps of a tokenizer.json; raise ValueError for a kind that llama.cpp lacks."""
     if model.get("byte_fallback"):
         raise ValueError(LACKING.format("unigram with byte fallback"))
     if model.get("unk_id") is None:
@@ -142,9 +142,9 @@ def _merges_blanks(step: dict[str, Any]) -> bool:
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
 NOT_NORMALIZED = "llama.cpp does not normalize text to NFC, as the source's tokenizer does"
-KEYS = "tokenizer."  # what their names begin with
+KEYS = "tokenizer."  # prefix of the keys
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")  # llama.cpp puts BOS before every text with its tokenizer
-# Special tokens that llama.cpp's own converter has shown, so that programs find calls of tools in the text.
+# Special tokens that llama.cpp's converter makes visible, so that programs find tool calls in the text.
 VISIBLE = (
     "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'
 )  # fmt: skip
@@ -154,7 +154,7 @@ SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How llama.cpp splits a text: its `model`, its pre-tokenizer, and what the model needs; scores by token."""
+    """llama.cpp's algorithm: its `model`, its pre-tokenizer, and the model's data; scores by token."""
 
     model: str
     pre: str = "default"
@@ -167,7 +167,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types; `suppressed` ids are never generated."""
+    """A tokenizer in GGUF's terms. `types` are llama.cpp's token types; `suppressed` ids are never generated."""
 
     algorithm: Algorithm
     tokens: list[str]
@@ -180,7 +180,7 @@ class Vocabulary:
 
     @property
     def nbytes(self) -> int:
-        """About the bytes that it takes in the file."""
+        """Return the approximate bytes in the file."""
         texts = [*self.tokens, *(self.algorithm.merges or []), str(self.chat_template or "")]
         return sum(len(text.encode()) + 8 for text in texts) + 8 * len(self.tokens)
 
@@ -210,11 +210,10 @@ class Vocabulary:
         if self.chat_template:
             writer.add_chat_template(self.chat_template)
             if names := writer.kv_data[0].get("tokenizer.chat_templates"):
-                names.value.sort()  # gguf has them in the order of a set, another in each process
+                names.value.sort()  # gguf stores a set in an order that differs between processes
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys that `write` adds."""
         import gguf
 
         writer = gguf.GGUFWriter(None, "")
@@ -227,8 +226,8 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
     tokenizer = source.tokenizer()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
-    with reraise_as(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError):
+        raise UnsupportedError(f"{source.model} has no tokenizer.json, which a GGUF file needs")
+    with reraise_as(f"{source.model} has a tokenizer that a GGUF file cannot store", UnsupportedError):
         _refuse_ids(source, tokenizer, size)
         data = json.loads(backend.to_str())
         algorithm = _algorithm(source.architecture, tokenizer, data)
@@ -242,7 +241,7 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
                 special_ids[name] = number
         ends, suppressed = _added_ends(tokenizer), _suppressed(source, size)
         made = Vocabulary(algorithm, tokens, types, special_ids, *ends, _template(tokenizer), suppressed)
-        _ = made.nbytes  # every text as UTF-8
+        _ = made.nbytes  # raises if a text is not UTF-8
     return made
 
 
@@ -254,7 +253,7 @@ def _suppressed(source: Source, size: int) -> list[int]:
         return []
     if not isinstance(given, list) or any(type(number) is not int for number in given):
         raise UnsupportedError(
-            f"{source.model}: generation_config.json has suppress_tokens = {shown(given)}, no list of ids. Fix it."
+            f"{source.model}: generation_config.json has suppress_tokens = {shown(given)}, not a list of ids. Fix it."
         )
     return [number for number in given if 0 <= number < size]
 
@@ -265,10 +264,10 @@ def _template(tokenizer: Any) -> str | list[dict[str, str]] | None:
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
         raise ValueError(f"the chat template {wrong[0]} is {shown(texts[wrong[0]])}, not a text")
     if isinstance(template, dict):
-        if len({re.sub("[^0-9A-Za-z]", "_", name) for name in template}) < len(template):  # as gguf writes names
+        if len({re.sub("[^0-9A-Za-z]", "_", name) for name in template}) < len(template):  # as gguf spells names
             raise ValueError(
                 f"two of the chat templates {shown(sorted(template))} would have one name in a GGUF file, where all "
-                "but letters and digits is '_'. Rename one"
+                "but letters and digits becomes '_'. Rename one"
             )
         return [{"name": name, "template": text} for name, text in sorted(template.items())]
     return texts["default"] or None
@@ -290,12 +289,12 @@ def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
 
 
 def _refuse_equal_tokens(tokens: list[str]) -> None:
-    """Raise ValueError if two ids have one text: llama.cpp ends its process at such a file."""
+    """Raise ValueError if two ids have the same text: llama.cpp aborts on such a file."""
     places: dict[str, int] = {}
     for number, text in enumerate(tokens):
         plain = text.partition("\0")[0]  # as llama.cpp reads it
         if plain and places.setdefault(plain, number) != number:
-            raise ValueError(f"its ids {places[plain]} and {number} are both written {shown(plain)}")
+            raise ValueError(f"its ids {places[plain]} and {number} both have the text {shown(plain)}")
 
 
 def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
@@ -313,7 +312,7 @@ def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algor
         return Algorithm("llama", scores=scores, space_prefix=prefix, notes=notes)
     if model["type"] == "BPE" and "ByteLevel" in decoder:
         name, notes = _pre_tokenizer(tokenizer, data)
-        # A space inside a part is written as the byte-level alphabet writes it.
+        # A space inside a part is written in the byte-level alphabet.
         pairs = [m if isinstance(m, str) else " ".join(p.replace(" ", "\u0120") for p in m) for m in model["merges"]]
         return Algorithm("gpt2", name, merges=pairs, notes=notes)
     if model["type"] == "Unigram":
@@ -325,21 +324,21 @@ def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algor
 
 
 def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return llama.cpp's name of it, and notes on how the two differ; raise ValueError."""
+    """Return llama.cpp's name of the pre-tokenizer, and notes on differences; raise ValueError."""
     if (key := fingerprint(tokenizer.encode(PROBE))) in NAMES:
         return NAMES[key], ()
     normalized = [step["type"] for step in _steps(data.get("normalizer"))]
     by_steps = steps_name(_steps(data.get("pre_tokenizer")), bool(data["model"].get("ignore_merges")))
     if by_steps is None or normalized not in ([], ["NFC"]):
         raise ValueError(
-            f"llama.cpp is not known to have it (fingerprint {key}), and would split text wrongly. Compare it with "
-            "that of another model of the family, or use another method"
+            f"no known llama.cpp pre-tokenizer has it (fingerprint {key}) and would split text wrongly. Compare it to "
+            "the tokenizer of a related model, or use another method"
         )
     return by_steps, (NOT_NORMALIZED,) if normalized else ()
 
 
 def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[list[str], list[int]]:
-    """Return texts and types of the tokens 0 .. size - 1; `visible` ones are shown although they are special."""
+    """Return texts and types of the tokens 0 .. size - 1; `visible` tokens are shown although they are special."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
     if data["model"]["type"] == "Unigram":
         unknown = vocabulary[data["model"]["unk_id"]][0]
@@ -356,7 +355,7 @@ def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[
         elif text == unknown and (byte_fallback or data["model"]["type"] == "Unigram"):
             kind = UNKNOWN
         elif number in added:
-            # llama.cpp's convention: some checkpoints forget to mark such tokens as special.
+            # llama.cpp does the same: some checkpoints do not mark such tokens as special.
             control = added[number]["special"] or (text.startswith("<|") and text.endswith("|>"))
             kind = CONTROL if control and text not in visible else USER_DEFINED
             text = text.replace(SPACE, " ") if kind == USER_DEFINED else text
@@ -368,7 +367,7 @@ def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[
 
 
 def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
-    """Return whether the tokenizer puts BOS before and EOS after a text."""
+    """Return whether the tokenizer adds BOS before and EOS after a text."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a")
     bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
@@ -381,7 +380,7 @@ def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, with sequences opened."""
+    """Return the steps of a normalizer or pre-tokenizer, with sequences flattened."""
     if not part:
         return []
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -397,17 +396,17 @@ def _space_prefix(steps: list[dict[str, Any]]) -> bool:
         elif step["type"] == "Metaspace" and step.get("replacement") == SPACE:
             prefix = prefix or step.get("prepend_scheme", "always") != "never"
         elif step["type"] == "Split" and step.get("pattern") == {"String": " "}:
-            continue  # the spaces are replaced before
+            continue  # the spaces are already replaced
         elif step["type"] != "Replace" or step.get("content") != SPACE:
             raise ValueError(LACKING.format(step["type"]))
     return prefix
 
 
 def _compare(tokenizer: Any, follow: Callable[[str], list[int]]) -> tuple[str, ...]:
-    """Run llama.cpp's algorithm on the probe; raise ValueError, or note it, if the tokenizer differs."""
+    """Run llama.cpp's algorithm on the probe; raise ValueError or return a note if the tokenizer differs."""
     ours, theirs = follow(PROBE), tokenizer.encode(PROBE, add_special_tokens=False)
     if ours != theirs:
         at = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
-        raise ValueError(f"llama.cpp would not follow it, from token {at} on of a probe text")
+        raise ValueError(f"llama.cpp gives other tokens, from token {at} of a probe text on")
     spaced = " a  b "
     return () if follow(spaced) == tokenizer.encode(spaced, add_special_tokens=False) else (OUTER_SPACES,)
