@@ -214,7 +214,12 @@ class Spool:
 
 
 SHARD_BYTES = 5_000_000_000
-NOT_COPIED = ("torch_dtype", "quantization_config", "auto_map")  # of config.json; code is not copied and not named
+NOT_COPIED = (
+    "torch_dtype",
+    "quantization",
+    "quantization_config",
+    "auto_map",
+)  # of config.json; code is not copied and not named
 
 
 class Original(Protocol):

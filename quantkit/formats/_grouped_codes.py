@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Kind, Layout, Loading
+from quantkit.contracts.format import Kind, Layout, Loading, Stored
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError, ValuesError
 from quantkit.formats._packed_layers import (
@@ -70,7 +70,7 @@ class GroupedPacking(Packing[GroupedWeight]):
     holds = GroupedWeight
     name: str
     codes, scales = "qweight", "scales"
-    marks = ("qweight",)
+    marks: tuple[str, ...] = ("qweight",)
     transposed = True  # codes and scales are (K, N)
     order: str | None = None  # the part with the group of each column
     orders_columns = False  # it is written
@@ -273,7 +273,7 @@ class GroupedPacking(Packing[GroupedWeight]):
             known = " or ".join(map(str, sizes))
             raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
 
-    def value(self, layer: StoredLayer, weight: GroupedWeight) -> GroupedWeight:
+    def value(self, layer: StoredLayer, weight: GroupedWeight) -> Stored:
         """Refuse scales, zero points and orders of columns that engines do not expect."""
         wrong, groups = None, weight.scales.shape[1]
         plain = contiguous_groups(weight.shape[1], weight.shape[1] // groups)
