@@ -263,7 +263,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         if missing := sorted(want.keys() - shapes.keys()):
             raise ArtifactError(f"{folder} lacks the tensor {layer.stem + missing[0]}. {AGAIN}")
         for part, (kind, _) in want.items():
-            types = {kind} if self._own or part != self.scales else SCALE_TYPES
+            types = {kind} if self._own or kind != "float16" else SCALE_TYPES
             if (dtype := layer.dtype(part)) not in types:
                 raise ArtifactError(f"{folder}: {layer.stem + part} is {dtype}, not {kind}. {AGAIN}")
         if reason := self.refusal(layer.name, rows, columns, bits):
