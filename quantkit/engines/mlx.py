@@ -95,4 +95,5 @@ ENGINE = Engine(
     find_device=_find_device,
     refuse=lambda dtype: refuse_dtype("mlx", dtype, DTYPES),
     variables=("MLX_",),
+    server="mlx-lm's server",
 )
