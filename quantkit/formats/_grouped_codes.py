@@ -76,6 +76,8 @@ class GroupedPacking(Packing[GroupedWeight]):
     orders_columns = False  # it is written
     least_zero = 0  # that can be stored
     records_symmetry = True  # config.json says whether codes are symmetric
+    group_bits = 0  # that a group takes beside its codes, if not those of a float16 scale and a zero point
+    ties_head = False  # a head that is tied to the embedding is quantized with it
     # What config.json says of the folder that is read.
     _own: bool
     _bits: int
@@ -364,7 +366,7 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
         for bits in layout.choices or (layout.bits_of(name),):
             if reason := packing.refusal(name, n, k, bits):
                 raise UnsupportedError(reason)
-    refuse_head(packing.name, packing.head_bits(layout), source, skeleton, layout)
+    refuse_head(packing.name, packing.head_bits(layout), source, skeleton, layout, packing.ties_head)
     quantized = sum(n * k for n, k in linears.values())
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     codes = sum(n * k * layout.bits_of(name) for name, (n, k) in linears.items())
@@ -402,8 +404,21 @@ def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str,
     return None
 
 
-def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout) -> None:
-    """Raise RecipeError or UnsupportedError for a head that the format `holder` cannot hold; `known` are its bits."""
+def head_name(skeleton: Skeleton) -> str:
+    """Return the name of the output head, without ``weight``; of a tied one that of the embedding."""
+    model = skeleton.model
+    embedding = model.get_input_embeddings()
+    tied = model.get_output_embeddings().weight is embedding.weight
+    return weight_name(model, embedding).removesuffix(".weight") if tied else HEAD
+
+
+def refuse_head(
+    holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout, ties: bool = False
+) -> None:
+    """Raise RecipeError or UnsupportedError for a head that the format `holder` cannot hold; `known` are its bits.
+
+    `ties`: it holds an embedding that is the head, too.
+    """
     if layout.head_bits is None:
         return
     if layout.head_bits not in known:
@@ -414,6 +429,8 @@ def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: S
     model = skeleton.model
     layer = model.get_output_embeddings()
     if layer.weight is model.get_input_embeddings().weight:
+        if ties:
+            return
         raise UnsupportedError(
             f"head_bits: the output head of {source.model} is tied to its embedding, which no reader of {holder} finds "
             "quantized. The method gguf quantizes both, with its token_embedding_type"
@@ -432,7 +449,7 @@ def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, lay
     bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
     if reason := packing.refusal(f"{HEAD}.weight", rows, columns, bits):
         raise UnsupportedError(f"head_bits: {reason}")
-    each = bits + (16 if layout.symmetric else 16 + bits) / group
+    each = bits + (packing.group_bits or (16 if layout.symmetric else 16 + bits)) / group
     share = rows * columns / source.parameters
     notes = [f"the output head has {each:.2f} bits per weight, rounded to the nearest, and {share:.1%} of all weights"]
     if rows % HEAD_UNIT:
@@ -463,7 +480,8 @@ def _named(layout: Layout, source: Source) -> Layout:
 
 
 def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skeleton: Skeleton, layout: Layout) -> None:
-    rows = rows_of(writer.source, skeleton, f"{HEAD}.weight")
+    name = head_name(skeleton)
+    rows = rows_of(writer.source, skeleton, f"{name}.weight")
     count, columns = rows.shape
     bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
     order, own = contiguous_groups(columns, group), replace(layout, bits=bits)
@@ -477,7 +495,7 @@ def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skele
             pieces.append(packing.pack_codes(codes, own) | packing.pack_scales(codes.scales))
             advance(len(weight))
     for part, tensor in packing.join(pieces).items():
-        writer.checkpoint.add(f"{HEAD}.{part}", tensor)
+        writer.checkpoint.add(f"{name}.{part}", tensor)
     writer.run.findings.count(f"int{bits}")
 
 

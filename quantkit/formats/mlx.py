@@ -24,17 +24,28 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError, ValuesError
 from quantkit.formats import _grouped_codes as grouped
 from quantkit.formats._bit_packing import pack_string, unpack_string, words
-from quantkit.formats._grouped_codes import GroupedPacking
+from quantkit.formats._grouped_codes import GroupedPacking, head_name
 from quantkit.formats._packed_layers import AGAIN, Parts, StoredLayer
-from quantkit.formats._quantization_config import METHOD_KEY, MLX, Untouched, recognizes, source_quantization
+from quantkit.formats._quantization_config import (
+    METHOD_KEY,
+    MLX,
+    Untouched,
+    quantization_of,
+    recognizes,
+    source_quantization,
+)
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.models.unfuse import expert_of
 from quantkit.numerics.quantized_weight import GroupedWeight
+from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import shown
 
 CODES, SCALES, BIASES = "weight", "scales", "biases"
 GROUP_SIZES = (32, 64, 128)
+HEAD_KEY = (
+    "quantized_head"  # in our `quantization_config`: the name of the head, or of the embedding that it is tied to
+)
 
 
 class _MlxPacking(GroupedPacking):
@@ -47,6 +58,7 @@ class _MlxPacking(GroupedPacking):
     parts = (CODES, SCALES, BIASES)
     transposed = False
     records_symmetry = False
+    ties_head = True
     code_type = "uint32"
 
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -86,6 +98,9 @@ class _MlxPacking(GroupedPacking):
 
     def refusal(self, name: str, _rows: int, columns: int, bits: int) -> str | None:
         return f"{name} has {columns} columns; MLX needs a multiple of 32" if columns % 32 else None
+
+    def head_bits(self, _layout: Layout) -> tuple[int, ...]:
+        return self.bits
 
     def quantization(self, layout: Layout, _untouched: Untouched) -> dict[str, Any]:
         every = {"group_size": layout.group_size, "mode": "affine"}
@@ -177,7 +192,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
     checked = grouped.check(PACKING, source, skeleton, layout)
     if checked.plan.group_size not in GROUP_SIZES:
         raise UnsupportedError(f"no group of {GROUP_SIZES} columns divides all layers of {source.model}, as MLX needs")
-    return replace(checked, notes=PACKING.notes(checked.plan))
+    return replace(checked, notes=tuple(note for note in checked.notes if not note.startswith("vLLM")))
 
 
 @contextmanager
@@ -186,8 +201,19 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iter
         yield writer
     path = run.folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization"] = {key: value for key, value in config["quantization_config"].items() if key != METHOD_KEY}
+    settings = config["quantization_config"]
+    if layout.head_bits is not None:
+        settings[head_name(skeleton)] = {"group_size": layout.group_size, "bits": layout.head_bits, "mode": "affine"}
+        settings[HEAD_KEY] = head_name(skeleton)
+    config["quantization"] = {key: value for key, value in settings.items() if key not in (METHOD_KEY, HEAD_KEY)}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    stored = quantization_of(artifact.folder)
+    head = stored.get(str(stored.get(HEAD_KEY)))
+    bits = head.get("bits") if isinstance(head, dict) else None
+    return {**grouped.recorded_options(PACKING, artifact), "head_bits": (bits,)}
 
 
 FORMAT = Format(
@@ -205,7 +231,7 @@ FORMAT = Format(
     writer=_write,
     open_quantized=partial(grouped.open_grouped, PACKING, own=False),
     kinds=grouped.kinds(PACKING),
-    recorded_options=partial(grouped.recorded_options, PACKING),
+    recorded_options=_recorded_options,
     usage="\nOn Apple silicon, with `pip install mlx-lm`:\n\n"
     "```bash\nmlx_lm.generate --model FOLDER --prompt Hello\n```\n",
     library="mlx",
