@@ -43,7 +43,7 @@ from quantkit.system.untrusted import shown
 
 CODES, SCALES, BIASES = "weight", "scales", "biases"
 GROUP_SIZES = (32, 64, 128)
-HEAD_KEY = (
+HEAD_KEY = "quantized_head"  # in our `quantization_config`: the name of the head, or of the embedding it is tied to
     "quantized_head"  # in our `quantization_config`: the name of the head, or of the embedding that it is tied to
 )
 
@@ -59,6 +59,7 @@ class _MlxPacking(GroupedPacking):
     transposed = False
     records_symmetry = False
     ties_head = True
+    group_bits = 32
     code_type = "uint32"
 
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
