@@ -44,8 +44,6 @@ from quantkit.system.untrusted import shown
 CODES, SCALES, BIASES = "weight", "scales", "biases"
 GROUP_SIZES = (32, 64, 128)
 HEAD_KEY = "quantized_head"  # in our `quantization_config`: the name of the head, or of the embedding it is tied to
-    "quantized_head"  # in our `quantization_config`: the name of the head, or of the embedding that it is tied to
-)
 
 
 class _MlxPacking(GroupedPacking):
