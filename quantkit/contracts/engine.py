@@ -164,6 +164,7 @@ class LoadSpec:
     walk: bool = False  # with one decoder block's weights in memory at a time, for an engine that `walks`
     offload_bytes: int = 0  # in a walk, more bytes of hidden states go to a file
     progress: Progress = field(default_factory=Progress)  # of a walk
+    kv_cache: str | None = None  # type of the cached keys and values; None: the engine's own
 
 
 def on_cpu(asked: str) -> str:
@@ -211,6 +212,7 @@ class Engine:
     # A model that it would compute wrongly or not at all, with this dtype and device.
     refuse_model: Callable[[Model, str | None, str], None] = lambda _model, _dtype, _device: None
     variables: tuple[str, ...] = KERNEL_VARIABLES  # beginnings of environment variables that change what it computes
+    kv_caches: tuple[str, ...] = ()  # types of cached keys and values that it has a choice of
     sets_threads: bool = False  # it loads a ThreadedModel; else each number of threads gets a process of its own
     in_torch: bool = False  # it loads a StatesModel, whose logits come a few positions at a time
     walks: bool = False  # it can compute with one decoder block's weights in memory at a time
