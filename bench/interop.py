@@ -80,15 +80,9 @@ CASES = (
     Case("f-ct-nvfp4", "f", ("--method", "rtn", "--bits", "nvfp4"), (CARDS,), calibrated=False, engines=PLAIN),
     Case("f-ct-mxfp4", "f", ("--method", "rtn", "--bits", "mxfp4"), (CARDS,), calibrated=False, engines=PLAIN),
     Case("f-nf4", "f", ("--method", "nf4"), (CARDS,), calibrated=False, engines=PLAIN),
-    *(
-        Case(
-            f"f-mlx-{words[0]}",
-            "f",
-            ("--method", *words[1:], "--group-size", "64", "--format", "mlx"),
-            engines=("mlx",),
-        )
-        for words in MLX
-    ),
+    _mlx("gptq", "gptq"),
+    _mlx("awq-head", "awq --head-bits 4"),
+    _mlx("rtn-6", "rtn --bits 6"),
     _grouped("gptq-4-sym", "k", "gptq"),
     _grouped("awq-4", "k", "awq"),
 )
