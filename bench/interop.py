@@ -55,6 +55,11 @@ def _grouped(name: str, model: str, options: str, *refused: tuple[str, str]) -> 
     return Case(f"{model}-{name}", model, words, refused, not options.startswith("rtn"), engines)
 
 
+def _mlx(name: str, options: str) -> Case:
+    words = ("--method", *options.split(), "--group-size", "64", "--format", "mlx")
+    return Case(f"f-mlx-{name}", "f", words, (), not options.startswith("rtn"), ("mlx",))
+
+
 ASYMMETRIC = ("vllm", "refuses asymmetric GPTQ by design")
 NO_ZEROS = ("transformers", "does not load packed zero points")
 EIGHT = ("vllm", "its CPU build has no kernel for 8-bit weights")
@@ -75,6 +80,9 @@ CASES = (
     Case("f-ct-nvfp4", "f", ("--method", "rtn", "--bits", "nvfp4"), (CARDS,), calibrated=False, engines=PLAIN),
     Case("f-ct-mxfp4", "f", ("--method", "rtn", "--bits", "mxfp4"), (CARDS,), calibrated=False, engines=PLAIN),
     Case("f-nf4", "f", ("--method", "nf4"), (CARDS,), calibrated=False, engines=PLAIN),
+    _mlx("gptq", "gptq"),
+    _mlx("awq-head", "awq --head-bits 4"),
+    _mlx("rtn-6", "rtn --bits 6"),
     _grouped("gptq-4-sym", "k", "gptq"),
     _grouped("awq-4", "k", "awq"),
 )
@@ -99,6 +107,7 @@ VLLM_VARIABLES = (
 ENGINES = {
     "gptqmodel": Engine("transformers + gptqmodel", "transformers_model", "gptqmodel"),
     "transformers": Engine("transformers", "transformers_model", None),
+    "mlx": Engine("mlx-lm (CPU)", "mlx_model", None),
     "vllm": Engine("vLLM (CPU)", "vllm_cpu", "vllm", VLLM_VARIABLES),
 }
 REFERENCE = Engine("reference", "reference", None)

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from bench.folders import BenchError
-from quantkit.formats._bit_packing import unpack_awq, unpack_columns, unpack_rows
+from quantkit.formats._bit_packing import unpack_awq, unpack_columns, unpack_rows, unpack_string
 from quantkit.formats.gguf.reader import read_file
 from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 
@@ -62,6 +62,8 @@ def read_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         where.update(dict.fromkeys(opened.keys(), opened))
     config = json.loads((checkpoint_folder(folder) / "config.json").read_text(encoding="utf-8"))
     settings = config.get("quantization_config") or {}
+    if "quantization" in config:
+        settings = {"quant_method": "mlx", **config["quantization"]}
     method = INT8 if settings.get("format") == INT8 else settings.get("quant_method", "plain")
     if method not in READERS:
         raise BenchError(f"{folder}: no reader for the layout {method!r}")
@@ -141,6 +143,18 @@ def _int8(get: Get, names: set[str], stem: str, _settings: dict[str, Any]) -> to
     return weight.float() * get(f"{stem}.weight_scale").float() if f"{stem}.weight_scale" in names else weight
 
 
+def _mlx(get: Get, names: set[str], stem: str, settings: dict[str, Any]) -> torch.Tensor:
+    """Codes times scales plus biases; what is not quantized has none. Settings of a layer of its own have its name."""
+    weight = get(f"{stem}.weight")
+    if f"{stem}.scales" not in names:
+        return weight
+    own = settings.get(stem, settings)
+    scales, biases = (get(f"{stem}.{part}").float() for part in ("scales", "biases"))
+    codes = unpack_string(weight.view(torch.int32), own["bits"], scales.shape[1] * own["group_size"]).float()
+    wide_scales, wide_biases = (part.repeat_interleave(own["group_size"], 1) for part in (scales, biases))
+    return codes * wide_scales + wide_biases
+
+
 def _plain(get: Get, _names: set[str], stem: str, _settings: dict[str, Any]) -> torch.Tensor:
     return get(f"{stem}.weight")
 
@@ -155,5 +169,6 @@ READERS: dict[str, tuple[str, tuple[str, ...], Reader]] = {
         _compressed,
     ),
     INT8: ("weight", ("weight_scale",), _int8),
+    "mlx": ("weight", ("scales", "biases"), _mlx),
     "plain": ("weight", (), _plain),
 }

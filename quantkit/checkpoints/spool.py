@@ -214,7 +214,8 @@ class Spool:
 
 
 SHARD_BYTES = 5_000_000_000
-NOT_COPIED = ("torch_dtype", "quantization_config", "auto_map")  # of config.json; code is neither copied nor named
+# Keys of config.json; code is neither copied nor named.
+NOT_COPIED = ("torch_dtype", "quantization", "quantization_config", "auto_map")
 
 
 class Original(Protocol):

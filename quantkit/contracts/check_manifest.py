@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
 
 # Keys of config.json that may differ: how weights are stored, and code that is not run.
-NOT_OF_THE_MODEL = ("dtype", "torch_dtype", "quantization_config", "auto_map")
+NOT_OF_THE_MODEL = ("dtype", "torch_dtype", "quantization", "quantization_config", "auto_map")
 SLACK = 1.01  # tolerance for small buffers that sources store
 # Architectures whose older checkpoints store masks, which count as parameters of the source.
 MASKED = ("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj")

@@ -164,6 +164,7 @@ class LoadSpec:
     walk: bool = False  # one decoder block in memory at a time, for engines that `walk`
     offload_bytes: int = 0  # in a walk, more bytes of hidden states go to a file
     progress: Progress = field(default_factory=Progress)  # of a walk
+    kv_cache: str | None = None  # type of the cached keys and values; None: the engine's own
 
 
 def on_cpu(asked: str) -> str:
@@ -211,6 +212,7 @@ class Engine:
     # Raises for a model that it would compute wrongly or not at all, with this dtype and device.
     refuse_model: Callable[[Model, str | None, str], None] = lambda _model, _dtype, _device: None
     variables: tuple[str, ...] = KERNEL_VARIABLES  # prefixes of environment variables that change its results
+    kv_caches: tuple[str, ...] = ()  # types of cached keys and values to choose from
     sets_threads: bool = False  # it loads a ThreadedModel; otherwise each thread count gets its own process
     in_torch: bool = False  # it loads a StatesModel, which returns logits a few positions at a time
     walks: bool = False  # it can compute with one decoder block in memory at a time

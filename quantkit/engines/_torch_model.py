@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from quantkit.contracts.engine import Window, alike
+from quantkit.errors import EngineError
 from quantkit.models.architectures import running
 from quantkit.models.output_head import OutputHead, last_states
 from quantkit.numerics.matmul import product, products_everywhere
-from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
+from quantkit.numerics.quantized_weight import FLOAT8_TOP, GroupedWeight, ScaledWeight
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +27,7 @@ KERNEL_GROUPS = (256, 128, 64, 32)
 KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
 INT4_SLAB = 1 << 18  # elements dequantized at a time, so that they stay in the processor's cache
 SCALED_SLAB = 1 << 20  # elements of the weight converted at a time
+ROUNDED_CACHE = "quantkit_fp8_cache"  # registered with transformers as an attention
 
 
 def kernel_group(weight: GroupedWeight) -> int:
@@ -193,3 +195,30 @@ class TorchModel:
                     out = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 step = out[:, -1:].argmax(-1)
                 yield int(step)
+
+
+def round_keys_and_values(model: PreTrainedModel) -> None:
+    """Have attention read keys and values rounded to FP8 (E4M3), as vLLM's `--kv-cache-dtype fp8` does without scales.
+
+    vLLM clamps at the largest value, 448, with a scale of 1 for each tensor. Raises EngineError for a model whose
+    attention is its own.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = model.config._attn_implementation
+    if plain not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        raise EngineError(f"the attention of {model.config.model_type} is its own, so its cache cannot be rounded")
+    attend = ALL_ATTENTION_FUNCTIONS[plain]
+
+    def narrow(states: torch.Tensor) -> torch.Tensor:
+        return states.clamp(-FLOAT8_TOP, FLOAT8_TOP).to(torch.float8_e4m3fn).to(states.dtype)
+
+    def rounded(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **how: Any
+    ) -> Any:
+        return attend(module, query, narrow(key), narrow(value), *rest, **how)
+
+    ALL_ATTENTION_FUNCTIONS.register(ROUNDED_CACHE, rounded)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ROUNDED_CACHE, ALL_MASK_ATTENTION_FUNCTIONS[plain])
+    model.set_attn_implementation(ROUNDED_CACHE)

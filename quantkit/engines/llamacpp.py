@@ -25,6 +25,8 @@ ALL_LAYERS = 1 << 16  # more layers than any model has: put all on the GPU
 PIECE_BYTES = 1 << 27  # of logits that are in memory at a time
 LEAST_PIECE = 32
 LOG_ERROR = 4  # ggml's level
+CACHES = {"f16": 1, "q4_0": 2, "q8_0": 8}  # ggml's numbers of the types
+FLASH_ATTENTION = 1  # llama.cpp's number of "enabled"
 
 
 class LlamaModel:
@@ -55,6 +57,9 @@ class LlamaModel:
         context.n_ubatch = BATCH
         context.n_threads = context.n_threads_batch = spec.threads
         context.no_perf = True
+        if spec.kv_cache is not None:
+            context.type_k = context.type_v = CACHES[spec.kv_cache]
+            context.flash_attn_type = FLASH_ATTENTION  # without it llama.cpp has no quantized values
         self._context = library.llama_init_from_model(self._model, context)
         if not self._context:
             raise EngineError(f"llama.cpp cannot make a context of {spec.n_ctx} tokens for {path}")
@@ -168,5 +173,6 @@ ENGINE = Engine(
     process="both",
     variables=("GGML_", *KERNEL_VARIABLES),
     sets_threads=True,
+    kv_caches=tuple(CACHES),
     server="llama-cpp-python's server",
 )

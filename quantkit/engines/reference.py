@@ -23,7 +23,7 @@ from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, Loa
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored
-from quantkit.engines._torch_model import Int4Linear, ScaledLinear, TorchModel, kernel_group
+from quantkit.engines._torch_model import Int4Linear, ScaledLinear, TorchModel, kernel_group, round_keys_and_values
 from quantkit.errors import ArtifactError, EngineError, pip_line
 from quantkit.models.output_head import OutputHead, StoredOutput
 from quantkit.models.skeleton import (
@@ -277,6 +277,8 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
     with reraise_as(f"the reference engine cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
         torch.set_num_threads(spec.threads)
         skeleton = open_skeleton(model.config)
+        if spec.kv_cache is not None:
+            round_keys_and_values(skeleton.model)
         values: _Values
         if model.artifact is not None:
             values = _ArtifactValues(model.artifact, model.format, skeleton, spec.device)
@@ -317,6 +319,7 @@ ENGINE = Engine(
     process="forked",
     variables=("ATEN_", *KERNEL_VARIABLES),
     sets_threads=True,
+    kv_caches=("fp8",),
     in_torch=True,
     walks=True,
     holds=_holds,

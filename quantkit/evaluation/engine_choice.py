@@ -52,6 +52,7 @@ class ChosenEngine:
     walk: bool = False  # it computes block by block
     offload_bytes: int = 0  # in a walk, more bytes of hidden states go to a file
     named: bool = False  # the user asked for this engine
+    kv_cache: str | None = None  # type of the cached keys and values; None: the engine's own
 
     @property
     def variables(self) -> list[str]:
@@ -65,6 +66,7 @@ class ChosenEngine:
             version=self.version,
             dtype=loaded.dtype,
             device=device_label(loaded.device),
+            kv_cache=self.kv_cache,
             notes=loaded.notes,
         )
 
@@ -92,6 +94,12 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
     python = spec.python or sys.executable
     version = require(found, python)
     found.refuse(spec.dtype)
+    if spec.kv_cache not in (None, *found.kv_caches):
+        known = " or ".join(found.kv_caches) or "the one that the engine chooses"
+        raise RecipeError(
+            f"the engine {found.name} has no key-value cache of type {spec.kv_cache}, only {known}. Leave --kv-cache "
+            "out, or give another --engine."
+        )
     device = spec.device
     if python == sys.executable:  # the device of another interpreter is known once the engine is loaded there
         try:
@@ -100,7 +108,9 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
             raise RecipeError(f"--device {spec.device} for the engine {found.name}: {error}") from None
     found.refuse_model(model, spec.dtype, device)
     named = spec.engine is not None
-    return ChosenEngine(found.name, version, spec.dtype, python, device, spec.device, named=named)
+    return ChosenEngine(
+        found.name, version, spec.dtype, python, device, spec.device, named=named, kv_cache=spec.kv_cache
+    )
 
 
 def choose_for_baseline(source: Source, asked_device: str) -> ChosenEngine:

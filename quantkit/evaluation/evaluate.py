@@ -30,7 +30,7 @@ from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
 from quantkit.records.artifact import SourceEntry, package_versions
 from quantkit.records.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, Strict, spec_of
-from quantkit.records.report import BaselineEntry, Hardware, Report, TextEntry, this_machine
+from quantkit.records.report import BaselineEntry, Hardware, ModelEntry, Report, TextEntry, this_machine
 from quantkit.system.device import device_label
 from quantkit.system.files import temporary_folder
 from quantkit.system.interpreter import PACKAGE, code_digest
@@ -160,7 +160,7 @@ class Evaluation:
             "text": [self.text.name, self.text.sha256, self.text.bundled],
             "windows": self.cut.about.model_dump(mode="json"),
             "settings": self.spec.model_dump(mode="json"),
-            "engine": [engine.name, engine.version, engine.dtype, engine.device, engine.walk],
+            "engine": [engine.name, engine.version, engine.dtype, engine.device, engine.walk, engine.kv_cache],
             "variables": engine.variables,
             "python": None if engine.python == sys.executable else engine.python,
             "baseline": None if baseline is None else baseline.model_dump(mode="json"),
@@ -168,6 +168,11 @@ class Evaluation:
             "versions": package_versions(),
             "code": code_digest(PACKAGE),
         }
+
+    def entry(self) -> ModelEntry:
+        """Return the model in a report; its label names a key-value cache that was asked for."""
+        entry, cache = self.model.entry(), self.engine.kv_cache
+        return entry if cache is None else entry.model_copy(update={"label": f"{entry.label}, cache {cache}"})
 
     def fingerprint(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> str:
         """Return a hash of all that the figures depend on."""
@@ -236,7 +241,7 @@ def measure(evaluation: Evaluation, progress: Progress, save: Path | None = None
         results = [run_child(request, temp, progress, forked) for request, forked in requests]
     text = evaluation.text
     return Report(
-        model=evaluation.model.entry(),
+        model=evaluation.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
         windows=evaluation.cut.about,
         engine=evaluation.engine.entry(results[0].loaded),

@@ -223,7 +223,8 @@ def plan_memory(
     need = need_whole(found, stats, dims_of(model.config), windows, engine.dtype, head, engine.device)
     if limits.walk is False or (need.fits(_limit(need.device, limits)) and not limits.walk):
         return MemoryPlan(engine, need)
-    if engine.named and not found.walks:
+    walker = find_engine(REFERENCE)
+    if (engine.named and not found.walks) or engine.kv_cache not in (None, *walker.kv_caches):
         if limits.walk:
             raise RecipeError(f"the engine {engine.name} cannot compute block by block. Give --engine {REFERENCE}.")
         raise _too_much(model, need, limits, "Leave --engine out, or skip this check with --no-walk.")

@@ -102,7 +102,9 @@ def _load(request: LoadRequest, model: Model, n_ctx: int, send: Send) -> tuple[L
     progress = Progress(lambda step: send({"step": asdict(step)}))
     chosen, engine = request.engine, find_engine(request.engine.name)
     device = engine.find_device(chosen.device)
-    spec = LoadSpec(request.threads, n_ctx, chosen.dtype, device, chosen.walk, chosen.offload_bytes, progress)
+    spec = LoadSpec(
+        request.threads, n_ctx, chosen.dtype, device, chosen.walk, chosen.offload_bytes, progress, chosen.kv_cache
+    )
     loaded = engine.load(model, spec)
     send({"loaded": {"dtype": loaded.dtype, "device": device, "notes": loaded.notes}})
     return loaded, progress

@@ -8,6 +8,8 @@ compressed-tensors: every row of codes is one little-endian bit string.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 
 from quantkit.errors import UnsupportedError
@@ -17,8 +19,8 @@ SLAB_CODES = 1 << 18  # unpacked at a time, so that they stay in the processor's
 
 
 def codes_per_unit(bits: int) -> int:
-    """Number of codes that fill whole words: 16, 32, 8 or 4 for 2, 3, 4 or 8 bits."""
-    return 32 if bits == 3 else 32 // bits
+    """Number of codes that fill whole words: 16, 32, 8, 16 or 4 for 2, 3, 4, 6 or 8 bits."""
+    return 32 // gcd(32, bits)
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:

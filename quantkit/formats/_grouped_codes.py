@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Kind, Layout, Loading
+from quantkit.contracts.format import Kind, Layout, Loading, Stored
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError, ValuesError
 from quantkit.formats._packed_layers import (
@@ -70,12 +70,14 @@ class GroupedPacking(Packing[GroupedWeight]):
     holds = GroupedWeight
     name: str
     codes, scales = "qweight", "scales"
-    marks = ("qweight",)
+    marks: tuple[str, ...] = ("qweight",)
     transposed = True  # codes and scales are (K, N)
     order: str | None = None  # name of the part with the group of each column
     orders_columns = False  # whether that part is written
     least_zero = 0  # smallest zero point that can be stored
     records_symmetry = True  # config.json says whether codes are symmetric
+    group_bits = 0  # bits of a group besides its codes; 0: a float16 scale and perhaps a zero point
+    ties_head = False  # whether an embedding that is also the output head can be quantized
     # Settings in config.json of the folder that is read.
     _own: bool
     _bits: int
@@ -263,7 +265,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         if missing := sorted(want.keys() - shapes.keys()):
             raise ArtifactError(f"{folder} lacks the tensor {layer.stem + missing[0]}. {AGAIN}")
         for part, (kind, _) in want.items():
-            types = {kind} if self._own or part != self.scales else SCALE_TYPES
+            types = {kind} if self._own or kind != "float16" else SCALE_TYPES
             if (dtype := layer.dtype(part)) not in types:
                 raise ArtifactError(f"{folder}: {layer.stem + part} is {dtype}, not {kind}. {AGAIN}")
         if reason := self.refusal(layer.name, rows, columns, bits):
@@ -273,7 +275,7 @@ class GroupedPacking(Packing[GroupedWeight]):
             known = " or ".join(map(str, sizes))
             raise ArtifactError(f"{found}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
 
-    def value(self, layer: StoredLayer, weight: GroupedWeight) -> GroupedWeight:
+    def value(self, layer: StoredLayer, weight: GroupedWeight) -> Stored:
         """Refuse scales, zero points and orders of columns that engines do not expect."""
         wrong, groups = None, weight.scales.shape[1]
         plain = contiguous_groups(weight.shape[1], weight.shape[1] // groups)
@@ -364,7 +366,7 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
         for bits in layout.choices or (layout.bits_of(name),):
             if reason := packing.refusal(name, n, k, bits):
                 raise UnsupportedError(reason)
-    refuse_head(packing.name, packing.head_bits(layout), source, skeleton, layout)
+    refuse_head(packing.name, packing.head_bits(layout), source, skeleton, layout, packing.ties_head)
     quantized = sum(n * k for n, k in linears.values())
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     codes = sum(n * k * layout.bits_of(name) for name, (n, k) in linears.items())
@@ -402,8 +404,21 @@ def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str,
     return None
 
 
-def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout) -> None:
-    """Raise RecipeError or UnsupportedError for a head that the format `holder` cannot hold; `known` are its bits."""
+def head_name(skeleton: Skeleton) -> str:
+    """Return the name of the output head, without ``weight``; of a tied one that of the embedding."""
+    model = skeleton.model
+    embedding = model.get_input_embeddings()
+    tied = model.get_output_embeddings().weight is embedding.weight
+    return weight_name(model, embedding).removesuffix(".weight") if tied else HEAD
+
+
+def refuse_head(
+    holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout, ties: bool = False
+) -> None:
+    """Raise RecipeError or UnsupportedError for a head that the format `holder` cannot hold; `known` are its bits.
+
+    `ties`: it holds an embedding that is the head, too.
+    """
     if layout.head_bits is None:
         return
     if layout.head_bits not in known:
@@ -414,6 +429,8 @@ def refuse_head(holder: str, known: tuple[int, ...], source: Source, skeleton: S
     model = skeleton.model
     layer = model.get_output_embeddings()
     if layer.weight is model.get_input_embeddings().weight:
+        if ties:
+            return
         raise UnsupportedError(
             f"head_bits: the output head of {source.model} is tied to its embedding, which no reader of {holder} loads "
             "quantized. Use the method gguf, whose token_embedding_type sets both"
@@ -432,7 +449,7 @@ def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, lay
     bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
     if reason := packing.refusal(f"{HEAD}.weight", rows, columns, bits):
         raise UnsupportedError(f"head_bits: {reason}")
-    each = bits + (16 if layout.symmetric else 16 + bits) / group
+    each = bits + (packing.group_bits or (16 if layout.symmetric else 16 + bits)) / group
     share = rows * columns / source.parameters
     notes = [f"the output head has {each:.2f} bits per weight, rounded to nearest, and {share:.1%} of all weights"]
     if rows % HEAD_UNIT:
@@ -464,7 +481,8 @@ def _named(layout: Layout, source: Source) -> Layout:
 
 
 def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skeleton: Skeleton, layout: Layout) -> None:
-    rows = rows_of(writer.source, skeleton, f"{HEAD}.weight")
+    name = head_name(skeleton)
+    rows = rows_of(writer.source, skeleton, f"{name}.weight")
     count, columns = rows.shape
     bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
     order, own = contiguous_groups(columns, group), replace(layout, bits=bits)
@@ -478,7 +496,7 @@ def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skele
             pieces.append(packing.pack_codes(codes, own) | packing.pack_scales(codes.scales))
             advance(len(weight))
     for part, tensor in packing.join(pieces).items():
-        writer.checkpoint.add(f"{HEAD}.{part}", tensor)
+        writer.checkpoint.add(f"{name}.{part}", tensor)
     writer.run.findings.count(f"int{bits}")
 
 

@@ -119,6 +119,10 @@ class Packing(ABC, Generic[Weight]):
         """Return the part that has the scales (N, G)."""
         raise TypeError(f"the scales of a {self.holds.__name__} cannot be replaced")
 
+    def rescaled(self, scales: torch.Tensor, _stored: Callable[[str], torch.Tensor], _bits: int) -> Parts:
+        """Return the parts that other scales (N, G) change; `_stored` gives the parts as they are, by name."""
+        return self.pack_scales(scales)
+
     def type_name(self, bits: int) -> str:
         return f"int{bits}"
 
@@ -312,8 +316,9 @@ class LayerWriter(TensorWriter, Generic[Weight]):
         return found
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
-        for part, tensor in self.packing.pack_scales(scales).items():
-            self.checkpoint.replace(name.removesuffix("weight") + part, tensor)
+        stem, bits = name.removesuffix("weight"), self.layout.bits_of(name)
+        for part, tensor in self.packing.rescaled(scales, lambda part: self.checkpoint.get(stem + part), bits).items():
+            self.checkpoint.replace(stem + part, tensor)
 
 
 @contextmanager

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.models.source import Source
 
-KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' old name
+# Of config.json; the second is compressed-tensors' old name, the third is MLX's and has no METHOD_KEY.
+KEYS = ("quantization_config", "compression_config", "quantization")
+METHOD_KEY, MLX = "quant_method", "mlx"
 # Files of AutoGPTQ and AutoAWQ, with the method to assume if they name none.
 GPTQ_FILE = "quantize_config.json"
 FILES = {GPTQ_FILE: "gptq", "quant_config.json": "awq"}
@@ -47,6 +49,8 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
     """Return where a checkpoint's settings are, and the settings or None."""
     config = read_object(folder / "config.json", ArtifactError)
+    if isinstance(own := config.get(KEYS[2]), dict) and METHOD_KEY not in own:
+        return f"config.json: {KEYS[2]}", {METHOD_KEY: MLX, **own}
     for key in KEYS:
         if (found := config.get(key)) is not None:
             settings = found if isinstance(found, dict) else {"quant_method": found}

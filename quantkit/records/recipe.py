@@ -9,7 +9,7 @@ import re
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -189,13 +189,19 @@ class ResourceSpec(Strict):
         return None if self.max_memory_gb is None else int(self.max_memory_gb * 1e9)
 
 
+KvCache = Literal["f16", "q8_0", "q4_0", "fp8"]
+
+
 class EngineSpec(Strict):
-    """The engine, its dtype, interpreter and device; None means the format's default engine with its defaults."""
+    """The engine, its dtype, interpreter, device and cache; None means the format's default engine with its defaults."""
 
     engine: Words | None = Field(None, description="engine; default: the format's native engine")
     dtype: Words | None = Field(None, description="dtype to compute in, for engines with a choice")
     python: Words | None = Field(None, description="Python interpreter that has the engine; default: this one")
     device: Words = Field(AUTO, description=DEVICE)
+    kv_cache: KvCache | None = Field(
+        None, description="type of the cached keys and values: f16, q8_0 or q4_0 (llamacpp), fp8 (reference)"
+    )
 
 
 class MemoryLimits(Strict):

@@ -97,6 +97,7 @@ class EngineEntry(Strict):
     version: str
     dtype: str
     device: str = "cpu"
+    kv_cache: str | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -40,6 +40,7 @@ class Server:
     variables: Mapping[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     install: str = ""
+    api_name: str | None = None  # if the server does not take {name}
 
     def refusal(self, model: Model) -> str | None:
         return refusal(self.loader, find_format(model.format), quantization_of(model.folder))
@@ -62,6 +63,10 @@ SERVERS = {
             modules=("vllm",),
             install="vLLM needs its own environment: pip install vllm there, and give its interpreter with "
             "--python"),
+        # Its API knows the model by this name alone: other names it would fetch from the hub.
+        Server("mlx", "mlx-lm's server", "mlx", """
+            {python} -m mlx_lm server --model {folder} --host {host} --port {port}""",
+            modules=("mlx_lm",), install=pip_line("mlx"), api_name="default_model"),
         Server("llama-server", "llama.cpp's own server", "llamacpp", """
             llama-server --model {file} --alias {name} --host {host} --port {port} --ctx-size {n_ctx}
             --threads {threads}"""),
@@ -112,7 +117,9 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
     if spec.n_ctx is not None and spec.n_ctx > longest:
         raise RecipeError(f"n_ctx = {spec.n_ctx}: the context of {model.label} has at most {longest} tokens")
     python = spec.python or sys.executable
-    name = spec.name or re.sub(r"^-+", "", one_line(model.name, LONGEST_NAME)) or "model"
+    if server.api_name is not None and spec.name is not None:
+        raise RecipeError(f"{server.summary} calls every model {server.api_name}. Leave --name out.")
+    name = server.api_name or spec.name or re.sub(r"^-+", "", one_line(model.name, LONGEST_NAME)) or "model"
     folder = model.folder.resolve()
     places = {
         "python": python,

@@ -1,0 +1,237 @@
+"""MLX, the checkpoints of Apple's mlx-lm: grouped integer codes with a scale and a bias for each group.
+
+Per linear layer with weight (N, K) and bits b: `weight` uint32 [N, K*b/32], each row one little-endian bit string of
+codes; `scales` and `biases` float16 [N, G]. value = scale * code + bias, as mx.quantize has it. A zero point becomes
+the bias -scale * zero. That is exact for symmetric codes, whose zero point is a power of two; others are rounded to
+float16, by at most 2^-11 of the bias. config.json has the settings as `quantization`.
+Not supported: experts, which mlx-lm stacks in ways of its own, and the modes mxfp4, nvfp4 and mxfp8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.contracts.format import Content, Format, Layout, Loading, Stored, TensorWriter
+from quantkit.contracts.run import Checked, Run
+from quantkit.errors import ArtifactError, RecipeError, UnsupportedError, ValuesError
+from quantkit.formats import _grouped_codes as grouped
+from quantkit.formats._bit_packing import pack_string, unpack_string, words
+from quantkit.formats._grouped_codes import GroupedPacking, head_name
+from quantkit.formats._packed_layers import AGAIN, Parts, StoredLayer
+from quantkit.formats._quantization_config import (
+    METHOD_KEY,
+    MLX,
+    Untouched,
+    quantization_of,
+    recognizes,
+    source_quantization,
+)
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.source import Source
+from quantkit.models.unfuse import expert_of
+from quantkit.numerics.quantized_weight import GroupedWeight
+from quantkit.records.artifact import Artifact
+from quantkit.system.untrusted import shown
+
+CODES, SCALES, BIASES = "weight", "scales", "biases"
+GROUP_SIZES = (32, 64, 128)
+HEAD_KEY = "quantized_head"  # in our `quantization_config`: the name of the head, or of the embedding it is tied to
+
+
+class _MlxPacking(GroupedPacking):
+    """Rows of codes as bit strings, next to scales and biases."""
+
+    name = MLX
+    bits = (2, 3, 4, 6, 8)
+    codes, scales = CODES, SCALES
+    marks: tuple[str, ...] = (SCALES, BIASES)
+    parts = (CODES, SCALES, BIASES)
+    transposed = False
+    records_symmetry = False
+    ties_head = True
+    group_bits = 32
+    code_type = "uint32"
+
+    def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {
+            CODES: ("uint32", (rows, words(columns, kind.bits))),
+            SCALES: ("float16", (rows, groups)),
+            BIASES: ("float16", (rows, groups)),
+        }
+
+    def pack(self, weight: GroupedWeight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
+        parts = super().pack(weight, layout, what)
+        if not bool(parts[BIASES].isfinite().all()):
+            raise ValuesError(f"{what} has biases beyond float16's range. Rescale the checkpoint, or take more bits.")
+        return parts
+
+    def pack_codes(self, weight: GroupedWeight, _layout: Layout) -> dict[str, torch.Tensor]:
+        codes = pack_string(weight.codes, weight.bits).view(torch.uint32)
+        return {CODES: codes, BIASES: biases_of(weight.scales, weight.zeros)}
+
+    def rescaled(self, scales: torch.Tensor, stored: Callable[[str], torch.Tensor], bits: int) -> Parts:
+        zeros = self.unpack_zeros({SCALES: stored(SCALES), BIASES: stored(BIASES)}, bits, 0, 0)
+        return {**self.pack_scales(scales), BIASES: biases_of(scales.to(torch.float16), zeros)}
+
+    def unpack_codes(self, parts: Parts, bits: int) -> torch.Tensor:
+        packed = parts[CODES].view(torch.int32)
+        return unpack_string(packed, bits, packed.shape[1] * 32 // bits)
+
+    def unpack_zeros(self, parts: Parts, bits: int, _rows: int, _groups: int) -> torch.Tensor:
+        """Return the whole numbers that come nearest to the biases; `exact` says whether they are the same."""
+        scales, biases = parts[SCALES].float(), parts[BIASES].float()
+        zeros = torch.round(-biases / torch.where(scales == 0, 1, scales))
+        return zeros.clamp_(0, (1 << bits) - 1).to(torch.uint8)
+
+    def size(self, layer: StoredLayer, bits: int) -> tuple[int, int, int]:
+        (rows, packed), (_, groups) = layer.matrix(CODES), layer.matrix(SCALES)
+        return rows, packed * 32 // bits, groups
+
+    def refusal(self, name: str, _rows: int, columns: int, bits: int) -> str | None:
+        return f"{name} has {columns} columns; MLX needs a multiple of 32" if columns % 32 else None
+
+    def head_bits(self, _layout: Layout) -> tuple[int, ...]:
+        return self.bits
+
+    def quantization(self, layout: Layout, _untouched: Untouched) -> dict[str, Any]:
+        every = {"group_size": layout.group_size, "mode": "affine"}
+        named = {name: {**every, "bits": bits} for name, bits in layout.layer_bits.items()}
+        return {"quant_method": MLX, "bits": layout.bits, **every, **named}
+
+    def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
+        named = {name: own["bits"] for name, own in _of_layers(quantization).items() if "bits" in own}
+        return {**named, grouped.OTHERS: quantization["bits"]} if named else {}
+
+    def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
+        """Refuse modes without biases."""
+        modes = {own.get("mode", "affine") for own in (quantization, *_of_layers(quantization).values())}
+        if modes != {"affine"}:
+            raise ArtifactError(
+                f"quantization has the mode {shown(max(modes, key=str))}, and only affine is read. {AGAIN}"
+            )
+        return self
+
+    def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
+        """Also take the bits and groups of single layers from the settings of other tools."""
+        made = super().of_folder(folder, own, quantization)
+        if not own:
+            stored = _settings(folder)
+            made._layer_bits = made.layer_bits(stored)
+            sizes = [one.get("group_size") for one in _of_layers(stored).values()]
+            made._groups = tuple(dict.fromkeys([*made._groups, *(size for size in sizes if size in GROUP_SIZES)]))
+        return made
+
+    def layout(self, layers: Sequence[StoredLayer]) -> Layout:
+        """Refuse biases that are no whole multiples of their scales: other formats have zero points."""
+        for layer in layers:
+            parts = layer.read((SCALES, BIASES))
+            zeros = self.unpack_zeros(parts, self.bits_of(layer), 0, 0)
+            if not exact(parts, zeros):
+                raise UnsupportedError(
+                    f"{layer.folder}: the biases of {layer.name} are no whole multiples of their scales, as zero "
+                    "points of other formats are. Quantize the unquantized model, or take the method float."
+                )
+        return super().layout(layers)
+
+    def value(self, layer: StoredLayer, weight: GroupedWeight) -> Stored:
+        """Return codes where the biases are zero points, else the values that MLX computes."""
+        parts = layer.read((SCALES, BIASES))
+        if not bool((parts[SCALES].isfinite() & parts[BIASES].isfinite()).all()):
+            raise ArtifactError(
+                f"{layer.folder}: the layer {layer.name} has scales or biases that are not finite. {AGAIN}"
+            )
+        if exact(parts, weight.zeros) and bool((parts[SCALES] != 0).all()):
+            return super().value(layer, weight)
+        values = weight.codes.float() * weight.spread(parts[SCALES])
+        return values.add_(weight.spread(parts[BIASES]))
+
+    def notes(self, layout: Layout) -> tuple[str, ...]:
+        if layout.symmetric:
+            return ()
+        return (
+            f"zero points become float16 biases: values change by up to {(1 << layout.bits) / 20.48:.1f} % of a step",
+        )
+
+
+def biases_of(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return the biases -scale * zero (N, G) float16, rounded once."""
+    return (scales.double() * -zeros.double()).to(torch.float16)
+
+
+def exact(parts: Parts, zeros: torch.Tensor) -> bool:
+    """Return whether every bias is -scale * zero, without rounding."""
+    return bool((parts[SCALES].double() * -zeros.double()).equal(parts[BIASES].double()))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return source_quantization(folder)[1] or {}
+
+
+def _of_layers(quantization: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {name: own for name, own in quantization.items() if isinstance(own, dict)}
+
+
+PACKING = _MlxPacking()
+
+
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
+    if layout.group_size not in ("auto", *GROUP_SIZES):
+        known = ", ".join(map(str, GROUP_SIZES))
+        raise RecipeError(f"the format mlx holds groups of {known} columns, not of {layout.group_size}")
+    if expert := next((name for name in skeleton.linears() if expert_of(name)), None):
+        raise UnsupportedError(f"the format mlx holds no experts, such as {expert}: mlx-lm stacks them in its own ways")
+    checked = grouped.check(PACKING, source, skeleton, layout)
+    if checked.plan.group_size not in GROUP_SIZES:
+        raise UnsupportedError(f"no group of {GROUP_SIZES} columns divides all layers of {source.model}, as MLX needs")
+    return replace(checked, notes=tuple(note for note in checked.notes if not note.startswith("vLLM")))
+
+
+@contextmanager
+def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[TensorWriter]:
+    with grouped.write(PACKING, source, skeleton, run, layout) as writer:
+        yield writer
+    path = run.folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    settings = config["quantization_config"]
+    if layout.head_bits is not None:
+        settings[head_name(skeleton)] = {"group_size": layout.group_size, "bits": layout.head_bits, "mode": "affine"}
+        settings[HEAD_KEY] = head_name(skeleton)
+    config["quantization"] = {key: value for key, value in settings.items() if key not in (METHOD_KEY, HEAD_KEY)}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    stored = quantization_of(artifact.folder)
+    head = stored.get(str(stored.get(HEAD_KEY)))
+    bits = head.get("bits") if isinstance(head, dict) else None
+    return {**grouped.recorded_options(PACKING, artifact), "head_bits": (bits,)}
+
+
+FORMAT = Format(
+    name=MLX,
+    summary="grouped integer codes with scales and biases, for Apple's mlx-lm",
+    reference="https://github.com/ml-explore/mlx-lm",
+    holds=(Content.GROUPED_CODES,),
+    loading={
+        "mlx": Loading("0.32", weights="packed"),
+        "reference": Loading(weights="packed", packed_bits=("2", "3", "4")),
+    },
+    recognizes=partial(recognizes, MLX),
+    open=partial(grouped.open_grouped, PACKING),
+    check=_check,
+    writer=_write,
+    open_quantized=partial(grouped.open_grouped, PACKING, own=False),
+    kinds=grouped.kinds(PACKING),
+    recorded_options=_recorded_options,
+    usage="\nOn Apple silicon, with `pip install mlx-lm`:\n\n"
+    "```bash\nmlx_lm.generate --model FOLDER --prompt Hello\n```\n",
+    library="mlx",
+)

@@ -1,0 +1,162 @@
+"""MLX's layout against literal words, a slow reference, and mlx-lm itself."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from edits import edit_json, edit_tensors, put
+from engine_logits import IDS, far_apart, logits_by
+from tiny_models import CALIBRATION, fails
+
+from quantkit import convert, verify
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.contracts.format import Layout
+from quantkit.contracts.stored import open_stored
+from quantkit.errors import RecipeError, SourceError, UnsupportedError
+from quantkit.formats.mlx import FORMAT, PACKING, biases_of
+from quantkit.formats.source import open_source
+from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
+
+BITS = (2, 3, 4, 6, 8)
+
+
+@pytest.fixture(scope="module")
+def mx():
+    return pytest.importorskip("mlx.core", reason="MLX is the reference of this test")
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    """Artifacts by method, with groups of 64."""
+    folder = tmp_path_factory.mktemp("mlx")
+    how = {"group_size": 64, "format": "mlx", "calibration": CALIBRATION}
+    return {name: convert(str(tiny), name, 4, folder / name, **how) for name in ("gptq", "awq")}
+
+
+def weight_of(bits):
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (3, 64), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 1 << bits, (3, 2), generator=generator)
+    scales = torch.rand(3, 2, generator=generator).add_(0.01).to(torch.float16)
+    return GroupedWeight(codes, scales, zeros.to(torch.uint8), contiguous_groups(64, 32), bits)
+
+
+def test_words_hold_the_first_code_in_their_low_bits():
+    codes = torch.arange(1, 9, dtype=torch.uint8).repeat(1, 4)
+    scales = torch.tensor([[0.5]], dtype=torch.float16)
+    weight = GroupedWeight(codes, scales, torch.tensor([[9]], dtype=torch.uint8), contiguous_groups(32, 32), 4)
+    parts = PACKING.pack(weight, Layout(4, 32), "w")
+    assert [f"{word:08x}" for word in parts["weight"].view(torch.int32).numpy().view(np.uint32)[0]] == ["87654321"] * 4
+    assert (parts["weight"].dtype, parts["biases"].item(), parts["scales"].item()) == (torch.uint32, -4.5, 0.5)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_mlx_reads_the_values_that_we_mean_and_packs_as_we_do(bits, mx):
+    weight = weight_of(bits)
+    parts = PACKING.pack(weight, Layout(bits, 32), "w")
+    words = mx.array(parts["weight"].view(torch.int32).numpy().view(np.uint32))
+    scales, biases = (mx.array(parts[part].float().numpy()) for part in ("scales", "biases"))
+    theirs = np.array(mx.dequantize(words, scales, biases, group_size=32, bits=bits))
+    exact = weight.codes.float() * weight.spread(parts["scales"]) + weight.spread(parts["biases"])
+    assert np.array_equal(theirs, exact.numpy())
+    back = PACKING.unpack(parts, bits)
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.zeros, weight.zeros)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_zero_points_come_back_from_rounded_biases(bits):
+    scales = torch.logspace(-6, 2, 500, dtype=torch.float64).to(torch.float16)[:, None]
+    for zero in range(1 << bits):
+        zeros = torch.full_like(scales, zero, dtype=torch.uint8)
+        parts = {"scales": scales, "biases": biases_of(scales, zeros)}
+        assert torch.equal(PACKING.unpack_zeros(parts, bits, 0, 0), zeros)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_mlx_lm_loads_an_artifact_and_gives_our_readers_logits(name, made, mx):
+    verify(made[name])
+    folder = str(made[name].folder)
+    ours, theirs = (logits_by(engine, folder, [IDS], 128, dtype="float32") for engine in ("reference", "mlx"))
+    assert far_apart(theirs, ours) < 1e-5
+    stored = json.loads((made[name].folder / "config.json").read_text())["quantization"]
+    assert stored == {"bits": 4, "group_size": 64, "mode": "affine"}
+
+
+def test_keep_gives_the_same_bytes_there_and_back(made, tmp_path):
+    first = made["gptq"].folder
+    there = convert(str(first), "keep", None, tmp_path / "gptq", format="gptq")
+    back = convert(str(there.folder), "keep", None, tmp_path / "mlx", format="mlx")
+    assert (back.folder / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    with pytest.raises(UnsupportedError, match=r"biases of .* are no whole multiples of their scales"):
+        convert(str(made["awq"].folder), "keep", None, tmp_path / "awq", format="compressed-tensors")
+
+
+def test_rounded_biases_are_noted_and_read_as_mlx_reads_them(made):
+    assert "values change by up to 0.8 % of a step" in " ".join(made["awq"].manifest.all_notes)
+    assert not any("biases" in note for note in made["gptq"].manifest.all_notes)
+    reader = open_stored(made["awq"], FORMAT)
+    kinds = {type(reader.read(name)) for name in reader.names() if "proj" in name}
+    assert torch.Tensor in kinds  # codes and zero points would give other values
+
+
+def test_what_mlx_lm_writes_is_a_source_with_the_same_values(tiny, mx, tmp_path):
+    from mlx_lm.convert import convert as theirs
+
+    theirs(str(tiny), mlx_path=str(tmp_path / "made"), quantize=True, q_group_size=32, q_bits=6, q_mode="affine")
+    source = open_source(str(tmp_path / "made"))
+    assert source.quantization == "mlx, 6 bits, groups of 32"
+    assert "model.embed_tokens.weight" in source.quantized
+    ours, mine = (
+        logits_by(engine, str(tmp_path / "made"), [IDS], 128, dtype="float32") for engine in ("reference", "mlx")
+    )
+    assert far_apart(mine, ours) < 1e-5
+    again = convert(str(tmp_path / "made"), "rtn", 8, tmp_path / "again", group_size=32)
+    assert "quantization" not in json.loads((again.folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"group_size": 16}, "holds groups of 32, 64, 128 columns, not of 16"),
+    ({"group_size": -1}, "holds groups of 32, 64, 128 columns, not of -1"),
+])  # fmt: skip
+def test_groups_that_mlx_lacks_are_refused(options, says, tiny, tmp_path):
+    with pytest.raises(RecipeError, match=says):
+        convert(str(tiny), "rtn", 4, tmp_path / "out", format="mlx", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_are_refused(architecture, tmp_path):
+    with pytest.raises(UnsupportedError, match="the format mlx holds no experts"):
+        convert(str(architecture("mixtral")), "rtn", 4, tmp_path / "out", format="mlx")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"bits": 5, "group_size": 64}, "how many bits"),
+        ({"bits": 4, "group_size": 32}, "do not fit 4 bits"),
+        ({"bits": 4, "group_size": 64, "mode": "mxfp4"}, "has the mode 'mxfp4', and only affine is read"),
+    ],
+)
+def test_settings_that_lie_are_refused_in_one_line(settings, says, made, tmp_path):
+    folder = shutil.copytree(made["gptq"].folder, tmp_path / "copy")
+    edit_json(folder / "config.json", put("quantization", value=settings))
+    fails("verify", folder)
+    (folder / "quantkit.json").unlink()
+    with pytest.raises(SourceError, match=says):
+        convert(str(folder), "rtn", 4, tmp_path / "out")
+
+
+def test_codes_without_biases_are_refused(made, tmp_path):
+    folder = shutil.copytree(made["gptq"].folder, tmp_path / "copy")
+    (folder / "quantkit.json").unlink()
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.biases"))
+    with pytest.raises(SourceError, match="up_proj"):
+        convert(str(folder), "rtn", 4, tmp_path / "out")
+
+
+def test_the_words_on_disk_are_unsigned(made):
+    stored = StoredTensors(made["gptq"].folder, ("model.safetensors",))
+    assert stored.dtype("model.layers.0.mlp.up_proj.weight") == "uint32"
