@@ -27,7 +27,7 @@ def values_of(folder: Path) -> dict[str, np.ndarray]:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     read = {
         "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "bitsandbytes": _bitsandbytes, "fp8": _fp8,
-        "mxfp4": _mxfp4,
+        "mxfp4": _mxfp4, "mlx": _mlx,
     }.get(settings.get("quant_method"), lambda found, _settings: found)  # fmt: skip
     return {name: value.float().numpy() for name, value in read(tensors, settings).items()}
 
@@ -154,6 +154,15 @@ def _fp8(tensors: Tensors, settings: dict[str, Any]) -> Tensors:
             scales = scales.reshape(-(-codes.shape[0] // rows), -(-codes.shape[1] // columns))
             spread = scales[torch.arange(codes.shape[0]) // rows][:, torch.arange(codes.shape[1]) // columns]
             tensors[name] = codes * spread
+    return tensors
+
+
+def _mlx(tensors: Tensors, settings: dict[str, Any]) -> Tensors:
+    for stem in _stems(tensors, "scales"):
+        words, scales, biases = (tensors.pop(stem + part) for part in ("weight", "scales", "biases"))
+        codes = _bits(words.view(torch.int32), settings["bits"], 1)
+        wide = [part.float().numpy().repeat(codes.shape[1] // scales.shape[1], 1) for part in (scales, biases)]
+        tensors[stem + "weight"] = torch.from_numpy(codes.astype(np.float32) * wide[0] + wide[1])
     return tensors
 
 

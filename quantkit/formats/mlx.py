@@ -229,7 +229,7 @@ FORMAT = Format(
     check=_check,
     writer=_write,
     open_quantized=partial(grouped.open_grouped, PACKING, own=False),
-    kinds=grouped.kinds(PACKING),
+    kinds=(*grouped.kinds(PACKING), *grouped.mixes(PACKING)),
     recorded_options=_recorded_options,
     usage="\nOn Apple silicon, with `pip install mlx-lm`:\n\n"
     "```bash\nmlx_lm.generate --model FOLDER --prompt Hello\n```\n",

@@ -182,7 +182,7 @@ def _prove(job: Job, run: Run, folder: Path) -> None:
             raise UnsupportedError(
                 f"CTranslate2 answers differently from {what}: {job.source.model} ({job.source.architecture}), "
                 f"mean difference of log-probabilities {difference:.2g} over {len(ids)} tokens, more than "
-                "{limit:g}"
+                f"{limit:g}. Use another method."
             )
     blocks = int(settings.num_hidden_layers)
     part = f" with the first {blocks} of its blocks" if folder != run.folder else ""

@@ -193,7 +193,7 @@ KvCache = Literal["f16", "q8_0", "q4_0", "fp8"]
 
 
 class EngineSpec(Strict):
-    """The engine, its dtype, interpreter, device and cache; None means the format's default engine with its defaults."""
+    """The engine, its dtype, interpreter, device and cache; None: the format's default engine, with its defaults."""
 
     engine: Words | None = Field(None, description="engine; default: the format's native engine")
     dtype: Words | None = Field(None, description="dtype to compute in, for engines with a choice")

@@ -13,6 +13,7 @@ from tiny_models import EVALUATION_FLAGS, quantkit
 from quantkit.cli import progress as module
 from quantkit.cli.progress import Lines, configure_verbosity, progress_bars
 from quantkit.comparison.compare import CALIBRATION_COST, CONVERSION_COST, SOURCE_COST
+from quantkit.errors import DISTRIBUTION
 from quantkit.system.progress import Pieces, Progress, Step, Timed
 
 LINE = re.compile(r"[^\r\x1b]+: (done, \d+ s|done, \d+:\d\d min|\d+% after \d.*)")
@@ -136,7 +137,7 @@ def test_without_a_command_it_says_how_to_begin():
     done = quantkit()
     assert (done.code, done.err) == (0, "")
     assert "quantkit convert demo" in done.out
-    assert quantkit("--version").out == f"quantkit {version('quantkit')}\n"
+    assert quantkit("--version").out == f"quantkit {version(DISTRIBUTION)}\n"
 
 
 def test_a_piece_takes_as_long_as_others_of_its_kind():

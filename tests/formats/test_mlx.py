@@ -135,7 +135,7 @@ def test_experts_are_refused(architecture, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"bits": 5, "group_size": 64}, "how many bits"),
+        ({"bits": 5, "group_size": 64}, "no valid number of bits: 5"),
         ({"bits": 4, "group_size": 32}, "do not fit 4 bits"),
         ({"bits": 4, "group_size": 64, "mode": "mxfp4"}, "has the mode 'mxfp4', and only affine is read"),
     ],
