@@ -162,7 +162,7 @@ class Shared:
 
 @dataclass
 class Traced:
-    """Shared values that one call of a block takes (leaves of its graph), and values that it puts (with its graph)."""
+    """Shared values that one call of a block reads (`taken`, leaves of its graph) and writes (`made`, part of it)."""
 
     taken: dict[Key, Tensors] = field(default_factory=dict)
     made: dict[Key, Tensors] = field(default_factory=dict)

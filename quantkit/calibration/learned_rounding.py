@@ -126,9 +126,10 @@ class Learned(Strict):
 
 @dataclass(frozen=True)
 class Training:
-    """Number of steps, and initial step sizes: of a code's position, in codes, and of a scale, relative to it.
+    """How a block's rounding is trained, in a number of steps.
 
-    Both fall linearly to zero. `margin`: least initial distance of a position from the border to the next code.
+    `code_rate`: initial step size of a position, in codes; `scale_rate`: of a scale, as a share of it.
+    Both rates fall linearly to zero. `margin`: least initial distance of a position from the border to the next code.
     """
 
     steps: int = 60

@@ -131,10 +131,10 @@ def tokens_measured(spec: CalibrationSpec) -> int:
 
 
 def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int, vocabulary: int = 0, inputs: int = 0) -> int:
-    """Return the bytes of the measurement's temporary files: each block's inputs, and gradients by logits.
+    """Return the bytes of the measurement's temporary files, which hold each block's inputs.
 
-    The latter if changes of the head, which has `vocabulary` rows, are tried; `inputs`: values per block
-    in a token table whose changes are tried.
+    With `vocabulary` > 0 (rows of the head) they also hold the gradients of the logits; with `inputs` > 0 also that
+    many values per block and token of a token table.
     """
     return ((blocks + 1) * hidden + vocabulary + blocks * inputs) * tokens_measured(spec) * DTYPE.itemsize
 

@@ -74,7 +74,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     tensors = {}
     for name, entry in entries.items():
         if (dtype := entry["dtype"]) not in ITEM_BYTES:
-            raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not supported. Use floats.")
+            raise SourceError(
+                f"{path}: tensor {name} has the type {dtype}, which is not supported. "
+                "Give a checkpoint that stores its weights as floats."
+            )
         start, end = entry["data_offsets"]
         tensors[name] = TensorInfo(path.name, dtype, tuple(entry["shape"]), 8 + length + start, end - start)
     return tensors

@@ -105,7 +105,7 @@ def copy_side_files(origin: Path, folder: Path) -> None:
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy side files under their names, without the name of a tokenizer's code (`auto_map`)."""
+    """Copy side files under their names; remove `auto_map`, the name of a tokenizer's own code, from its settings."""
     for name, path in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -168,7 +168,10 @@ class Parameters:
         """Check a tensor and mark its parameters as read; raises ArtifactError."""
         own = next((n for n in (name, self._prefix + name, name.removeprefix(self._prefix)) if n in self._shapes), None)
         if own is None:
-            raise ArtifactError(f"{self._artifact.folder} has the tensor {name}, which the model lacks")
+            raise ArtifactError(
+                f"{self._artifact.folder} has the tensor {name}, which its config.json does not describe. "
+                "Convert again with --force."
+            )
         codes, dense = self._shapes[own]
         shape, want = tuple(stored.shape), codes if isinstance(stored, GroupedWeight | ScaledWeight) else dense
         if shape != want:

@@ -63,7 +63,10 @@ def positions_in(windows: Iterable[Window]) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """The windows in order, their entry in a report, and the words and bytes of each document (documents, 2)."""
+    """A text cut into windows: these in order, and their entry in a report.
+
+    `sizes` (documents, 2): number of words and of bytes of each document.
+    """
 
     windows: tuple[Window, ...]
     about: Windows

@@ -47,7 +47,10 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 
 
 def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """Return where a checkpoint's settings are, and the settings or None."""
+    """Return where a checkpoint states its quantization, and these settings; None if it is not quantized.
+
+    The place is ``config.json: KEY``, or the name of a file.
+    """
     config = read_object(folder / "config.json", ArtifactError)
     if isinstance(own := config.get(KEYS[2]), dict) and METHOD_KEY not in own:
         return f"config.json: {KEYS[2]}", {METHOD_KEY: MLX, **own}

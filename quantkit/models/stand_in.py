@@ -70,7 +70,8 @@ class Recorder(StandsFor):
     """Replaces a block: records its arguments and returns the hidden states plus `shift`.
 
     They are returned in a tuple: some models use the first of a block's values, some two, some all of them. Raises
-    UnsupportedError if the next block gets the second one, or hidden states are not a positional argument.
+    UnsupportedError if the next block receives the second value of the tuple, or if the hidden states are not a
+    positional argument.
     The last block ends the forward pass.
     """
 

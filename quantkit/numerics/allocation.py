@@ -32,7 +32,7 @@ def fewest_bytes(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[floa
     """
     least = sum(min(row) for row in damage)
     if least > limit:
-        raise ValueError(f"the best choice has a damage of {least:.6g}, more than {limit:.6g}")
+        raise ValueError(f"the lowest reachable damage is {least:.6g}, more than the target of {limit:.6g}")
     return _solve(nbytes, damage, limit)
 
 

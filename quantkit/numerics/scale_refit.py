@@ -30,11 +30,13 @@ RoundedLayer = tuple[GroupedWeight, torch.Tensor | None]
 
 
 class PartedHessian:
-    """H (K, K) float32 as V diag(s) V^T in float32, with V (K, R) its leading directions, plus a `quick` rest.
+    """H (K, K) float32 split into V diag(s) V^T in float32, V (K, R) its leading directions, and a rest.
+
+    The rest has the dtype of quick products, see numerics/matmul.py.
 
     Errors after fitting scales are nearly orthogonal to those directions, which can be 10^5 times the others: products
-    with all of H in bfloat16 would mostly be rounding error. With float32 products, R is 0 and
-    the rest is H itself. `order` (K,) int64 makes each group's columns contiguous, if they are not.
+    with all of H in bfloat16 would mostly be rounding error. If that dtype is float32, R is 0
+    and the rest is H itself. `order` (K,) int64 makes each group's columns contiguous, if they are not.
     """
 
     def __init__(self, hessian: torch.Tensor, order: torch.Tensor | None = None) -> None:

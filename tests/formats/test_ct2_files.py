@@ -144,7 +144,7 @@ ONE = variable("a", (2,), "float32", bytes(8))
         ([variable("a", (2**31, 2**31), "float32", b"", 0)], {}, "do not match"),
         ([variable("a", (1,) * 9, "float32", bytes(4))], {}, "has 9 dimensions"),
         ([ONE, ONE], {}, "twice"),
-        ([ONE], {"aliases": [("b", "c")]}, "the alias b names c"),
+        ([ONE], {"aliases": [("b", "c")]}, "the alias b is used twice, or points to c"),
         ([ONE], {"revision": 7}, f"holds a '{SPEC}' of revision 7, expected"),  # for which the engine has no model
     ],
 )

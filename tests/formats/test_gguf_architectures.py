@@ -327,7 +327,7 @@ def test_norms_that_have_another_epsilon_than_a_file_are_those_that_are_told(kin
 # What the file's model has besides, what the config.json says instead, and what the refusal says.
 CHANGES = {
     "theta": ({}, {"rope_parameters": {**PLAIN, "rope_theta": 5e5}}, "freq_base = 10000.0, .*500000"),
-    "other divisors": (llama3(8.0), llama3(4.0), "other divisors"),
+    "other divisors": (llama3(8.0), llama3(4.0), "rope factors differ"),
     "heads": ({}, {"num_attention_heads": 8, "head_dim": 8}, r"k_proj\.weight has .* \(32, 64\), but .* \(16, 64\)"),
     "bias": ({}, {"attention_bias": False}, r"do not belong in a GGUF file .*self_attn\.\w_proj\.bias"),
     "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|do not belong"),

@@ -40,7 +40,7 @@ def test_what_cannot_be_is_refused_with_the_figures():
     nbytes, damage = instance(0, 4, 3)
     with pytest.raises(ValueError, match=f"the smallest choice has {sum(map(min, nbytes))} bytes, more than 5"):
         least_damage(nbytes, damage, 5)
-    with pytest.raises(ValueError, match="the best choice has a damage of"):
+    with pytest.raises(ValueError, match="the lowest reachable damage is"):
         fewest_bytes(nbytes, damage, 1e-9)
 
 

@@ -1,8 +1,8 @@
 """Write a model folder with CTranslate2's own converter, with one block in memory at a time.
 
 The converter loads a whole model, and its `ModelSpec.save` holds all tensors twice. Here it gets the model without its
-blocks, then each block alone, in the order of a `model.bin`. Its own code quantizes each variable some rows at a time,
-so that the bytes are the same.
+blocks, then each block alone, in the order of a `model.bin`. The converter's own code
+quantizes each variable, a few rows at a time, so the file has the same bytes as one converted whole.
 """
 
 from __future__ import annotations

@@ -186,7 +186,9 @@ def _read(cursor: _Cursor) -> Ct2Model:
     for _ in range(cursor.number("I", "the number of aliases")):
         alias, holder = cursor.string("an alias"), cursor.string("an alias")
         if holder not in variables or alias in variables or alias in aliases:
-            raise ArtifactError(f"{path} is corrupted: the alias {alias} names {holder}")
+            raise ArtifactError(
+                f"{path} is corrupted: the alias {alias} is used twice, or points to {holder}, which is missing"
+            )
         aliases[alias] = holder
     if cursor.at != cursor.size:
         raise ArtifactError(f"{path} is corrupted: {cursor.size - cursor.at} bytes after its end")

@@ -80,7 +80,10 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
             )
     rows = [tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight"]
     if rows and header.keys.get(f"{name}{ROWS}", rows[0]) != rows[0]:
-        raise ArtifactError(f"{header.path}: {name}{ROWS} is not {rows[0]:,}, the rows of token_embd.weight")
+        raise ArtifactError(
+            f"{header.path}: the key {name}{ROWS} differs from the {rows[0]:,} rows of token_embd.weight. "
+            "Convert again with --force."
+        )
 
 
 def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:

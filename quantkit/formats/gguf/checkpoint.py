@@ -225,7 +225,7 @@ def _refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mapp
     if factors.keys() != plan.shape.factors.keys() or not all(
         np.allclose(values, factors[k], rtol=CLOSE, atol=0) for k, values in plan.shape.factors.items()
     ):
-        raise UnsupportedError("the file's rope has other divisors than its config.json means")
+        raise UnsupportedError("the file's rope factors differ from those of its config.json")
     skeleton = open_skeleton(source.config)
     refuse_shapes(source, skeleton)
     used = {source_name(source, skeleton, parameter) for parameter in skeleton.parameter_names()}

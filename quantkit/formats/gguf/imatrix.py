@@ -62,7 +62,10 @@ def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: Calibr
 
 
 def read_imatrix(path: Path) -> Values:
-    """Return mean squared inputs (experts or 1, columns) float32 by tensor name; raise RecipeError."""
+    """Return mean squared inputs (experts or 1, columns) float32 by tensor name.
+
+    Raises RecipeError if the file cannot be used.
+    """
     with reraise_as(f"imatrix_file: {path} cannot be read as an importance file", RecipeError):
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"

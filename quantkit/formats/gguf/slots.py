@@ -97,7 +97,10 @@ class Slot:
         return lambda start, stop: read(start, stop).reshape(stop - start, -1)[:, columns]
 
     def from_file(self, read: RowReader) -> Iterator[tuple[str, Rows]]:
-        """Yield the parts, made from the file's rows that `read` reads; raise ValueError."""
+        """Yield name and rows of each tensor of the source that this slot holds, from the rows that `read` returns.
+
+        Raises ValueError if values have no counterpart in the source.
+        """
         transform, total = self.transform, math.prod(self.shape[:-1])
         if self.is_vector:
             with np.errstate(invalid="ignore", divide="ignore"):  # the reader refuses values that are not finite

@@ -209,7 +209,10 @@ class _Rounding:
     def _points(
         self, x: torch.Tensor, signs: torch.Tensor, metric: torch.Tensor, rows: slice, index: int
     ) -> torch.Tensor:
-        """Return points with signs (r, columns) near x; several points are each chosen again, given the others."""
+        """Return for each row the table points, with signs, nearest to x (r, columns).
+
+        If a row has several points, all but the last are chosen once more, with the others fixed.
+        """
         size = self._codebook.size
         error = torch.zeros_like(x)
         parts = [slice(k, k + size) for k in range(0, x.shape[1], size)]
