@@ -116,8 +116,5 @@ def engines() -> dict[str, Engine]:
 
 def server_of(format_name: str) -> str | None:
     """Return the server that `quantkit serve` starts for a format, or None."""
-    stored = formats().get(format_name)
-    return next(
-        (engine.server for name, engine in engines().items() if stored and name in stored.engines and engine.server),
-        None,
-    )
+    servers = (engines()[name].server for name in find_format(format_name).engines)
+    return next(filter(None, servers), None)

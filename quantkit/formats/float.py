@@ -329,7 +329,12 @@ FORMAT = Format(
     summary="plain safetensors of floats",
     reference="https://github.com/huggingface/safetensors",
     holds=(Content.FLOATS,),
-    loading={"transformers": Loading("5.23", values=True), "reference": Loading(), "vllm": Loading("0.32")},
+    loading={
+        "transformers": Loading("5.23", values=True),
+        "reference": Loading(),
+        "vllm": Loading("0.32"),
+        "mlx": Loading("0.32"),
+    },
     kinds=(Kind("float16"), Kind("bfloat16"), Kind("float32")),
     servers={"sglang": "", "tgi": "", "exllama": ""},
     recognizes=_recognizes,

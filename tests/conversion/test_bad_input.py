@@ -44,7 +44,7 @@ JUDGED = ("{tiny}", "--text", "{sample}")
     ("words", "says"),
     [
         ((*TO_OUT, "gptk"), ("unknown method 'gptk'", "Did you mean 'gptq'?", "awq, ctranslate2")),
-        ((*TO_OUT, "gptq", "--bits", 5), ("no bits '5'", "2, 3, 4, 8")),
+        ((*TO_OUT, "gptq", "--bits", 5), ("no bits '5'", "2, 3, 4, 6, 8")),
         ((*TO_OUT, "gguf", "--bits", "q4km"), ("no bits 'q4km'", "Did you mean 'Q4_K_M'?", "Q2_K, Q3_K_S")),
         ((*TO_OUT, "rtn", "--group-size", "perhaps"), ("= 'perhaps'", "valid integer")),
         ((*TO_OUT, "rtn", "--group-size", -64), ("group_size -64", "128, 64, 32", "-1 (the whole row)", "vLLM")),

@@ -8,10 +8,11 @@ from tiny_models import EVALUATION
 
 from quantkit import evaluate
 from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.registry import engines, server_of
 from quantkit.engines.mlx import ENGINE
 from quantkit.errors import RecipeError
 from quantkit.formats.source import open_model
-from quantkit.serving.servers import plan_server
+from quantkit.serving.servers import SERVERS, plan_server
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is the engine of these tests")
 
@@ -61,3 +62,9 @@ def test_its_server_knows_the_model_by_one_name_alone(artifact_of):
     assert (planned.server.name, planned.name) == ("mlx", "default_model")
     with pytest.raises(RecipeError, match="calls every model default_model"):
         plan_server(folder, name="mine")
+
+
+def test_servers_are_called_alike_by_their_engines():
+    named = {name: engine.server for name, engine in engines().items() if engine.server}
+    assert named == {server.loader: server.summary for server in SERVERS.values() if server.modules}
+    assert (server_of("float"), server_of("mlx"), server_of("fp8")) == ("vLLM's server", "mlx-lm's server", None)
