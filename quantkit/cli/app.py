@@ -19,10 +19,9 @@ from rich.console import Console
 from rich.text import Text
 from typer import Option
 
-from quantkit import __version__
 from quantkit.cli import compare, convert, evaluate, inspect, push, serving
 from quantkit.cli.options import Command, say, with_options
-from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
+from quantkit.errors import DISTRIBUTION, LONGEST, QuantkitError, ResourceError, one_line, shortage_of
 from quantkit.system.ranks import prints_error, refuse_ranks, shards_of_environment
 from quantkit.system.threads import in_background
 
@@ -132,7 +131,7 @@ def begin(
     if context.invoked_subcommand not in (None, "convert"):
         refuse_ranks("only the command convert runs in several")
     if version:
-        say(f"quantkit {__version__}")
+        say(f"quantkit {metadata.version(DISTRIBUTION)}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         for line in BEGIN.splitlines():
