@@ -44,8 +44,8 @@ def convert(
 ) -> Artifact:
     """Quantize `model` (a hub id, a checkpoint folder, or ``demo``) and return the finished artifact.
 
-    `bits`: in the method's own spelling (4, ``int8``, ``Q4_K_M``). `out`: the artifact's folder (default: a name made of
-    the recipe); `force` allows replacing an artifact there. `settings`: the method's options, and these fields:
+    `bits`: in the method's own spelling (4, ``int8``, ``Q4_K_M``). `out`: the artifact's folder (default: a name made
+    from the recipe); `force` allows replacing an artifact there. `settings`: the method's options, and these fields:
 
     - `format` to write, one that the method can write (default: its first);
     - `revision` of a hub model; `adapters`, folders of LoRA adapters to merge in float32, in this order; `seed`;

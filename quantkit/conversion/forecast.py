@@ -141,7 +141,7 @@ def _with_larger_batches(
 
 
 def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
-    """Return the job with an offload limit that fits the memory, and its forecast (None if the method has none).
+    """Return the job with batches and an offload limit that fit the memory, and its forecast (None if it has none).
 
     The memory is `job.max_memory`, or the free memory if that is None. If the job does not fit, all activations are
     offloaded. Raises ResourceError with the figures if it still does not fit.

@@ -39,10 +39,10 @@ PIECE = 1 << 20  # values compared at a time
 
 
 def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightError | None:
-    """Read every tensor back and return the errors relative to the source; None if no tensor differs.
+    """Read every tensor back and return the relative errors to the source; None if no error was found.
 
-    Raises ArtifactError that names the tensor if a value is not finite, if a tensor contradicts the manifest or, for
-    methods that approximate the source's weights, if an error is as large as the values.
+    Raises ArtifactError, which names the tensor, for values that are not finite, for contradictions to the manifest,
+    and for an error as large as the values themselves.
     """
     refuse_other_kept(job.source, artifact)
     errors = _errors(

@@ -59,9 +59,8 @@ class Int4Linear(nn.Module):
     """y = x W^T + b for a GroupedWeight W (N, K): torch's int4 CPU kernel for few rows of x, dense for many.
 
     Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in
-    bfloat16. More rows use the dequantized weight. In evaluations that starts at nine rows, since the dequantized
-    weight is exact; in generation, when it becomes faster. Uses 1 byte per weight: half for the kernel's copy, half for
-    the codes.
+    bfloat16. More rows use the dequantized weight: in evaluations from nine rows on, because it is exact; in generation
+    when it is faster. Uses 1 byte per weight, half of it for the kernel's copy of the codes.
     """
 
     def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
@@ -156,7 +155,7 @@ class TorchModel:
                 yield states[window.scored]
 
     def head(self) -> OutputHead:
-        """Return the model's output layer and what precedes it after the blocks."""
+        """Return the model's output layer."""
         return OutputHead(self._model)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:

@@ -74,7 +74,7 @@ class _Values(ABC):
 
     @abstractmethod
     def stored(self, parameter: str) -> Value | Rows:
-        """Return a parameter outside the blocks as stored, or as lazy Rows if it is not in a 16-bit float type."""
+        """Return a parameter outside the blocks as it is stored, or as lazy Rows."""
 
     @abstractmethod
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:

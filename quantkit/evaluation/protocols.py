@@ -28,7 +28,7 @@ Cutter = Callable[[Text, Any, int, int | None], tuple[list[Window], list[tuple[i
 
 @dataclass(frozen=True)
 class Protocol:
-    """Name, default tokens in a window (None: the model's context), and how a text is cut."""
+    """A perplexity protocol: its name, default window length in tokens (None: the model's context), and cutter."""
 
     name: str
     n_ctx: int | None
@@ -102,7 +102,7 @@ PROTOCOLS = {
 
 
 def find_protocol(name: str) -> Protocol:
-    """Look a protocol up; raises RecipeError."""
+    """Return the protocol `name`; raises RecipeError for an unknown name and suggests a similar one."""
     if name not in PROTOCOLS:
         raise RecipeError(f"unknown protocol {name!r}.{near_miss(name, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
@@ -116,10 +116,10 @@ def cut(
     limit: int | None = None,
     config: dict[str, Any] | None = None,
 ) -> Cut:
-    """Tokenize `text` and cut it into windows; `limit` counts windows, for lm-eval pages.
+    """Tokenize `text` and cut it into windows by the protocol `name`; `limit` windows at most (lm-eval: pages).
 
-    If neither `n_ctx` nor the protocol sets a length, windows are as long as the context in `config`. Raises
-    TextError for a text that is too short, SourceError or UnsupportedError for a token or position without embedding.
+    If neither `n_ctx` nor the protocol sets a length, windows are as long as the context in `config`. Raises TextError
+    for a text that is too short, SourceError or UnsupportedError for a token or position without an embedding.
     """
     protocol = find_protocol(name)
     n_ctx = n_ctx or protocol.n_ctx or context_of(config or {})
