@@ -74,7 +74,7 @@ class Block:
         self.input_scales: dict[str, torch.Tensor] = {}
 
     def batches(self) -> list[tuple[int, int]]:
-        """Return (start, stop) of each batch; its sequences are all in the unquantized stream, or none is."""
+        """Return (start, stop) of each batch; the unquantized stream has all of a batch's sequences, or none."""
         return self.inputs.batches(self._batch_tokens, self._exact_count)
 
     @property
@@ -104,8 +104,8 @@ class Block:
         """Call `gather(weight name, inputs (tokens, K))` for the named layers, batch by batch.
 
         `names` are in execution order. The block stops at the last named layer's input, or with `keep_outputs` runs to
-        its end and writes the next block's inputs. `sequences`: run only the batches that start within so many first
-        sequences.
+        its end and writes the next block's inputs. `sequences`: use only the batches that contain the first `sequences`
+        ones.
         """
 
         def see(name: str, x: torch.Tensor) -> None:

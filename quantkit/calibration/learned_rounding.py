@@ -38,16 +38,16 @@ class HeldOut:
 
 
 class Student(Protocol):
-    """Something that `train` can train, on batches of sequence numbers."""
+    """Interface of a model that `train` trains; batches are lists of sequence numbers."""
 
     def measure(self, sequences: list[int]) -> float:
-        """Return the mean loss of held-out sequences."""
+        """Return the mean loss on these held-out sequences."""
 
     def step(self, number: int, sequences: list[int], first: float) -> None:
         """Do one training step; `first` is the held-out loss before training."""
 
     def keep(self) -> None:
-        """Save the state as the best one."""
+        """Save the current state as the best one."""
 
     def report(self, first: float, best: float) -> None:
         """Report, after each step, the held-out loss before training and the best one so far."""
@@ -163,7 +163,7 @@ class _Latent:
         return self.codes().sub_(self.zero).mul_(self.layer.spread(self.stored()))
 
     def step(self, gradient: torch.Tensor, code_rate: float, scale_rate: float) -> None:
-        """Take one signed gradient step; `gradient` (N, K) is the loss's gradient by the dequantized weight."""
+        """Take one signed gradient step; `gradient` (N, K) is the loss's gradient w.r.t. the dequantized weight."""
         towards = gradient * self.codes().sub_(self.zero)
         self.stretch.sub_(torch.sign(self.layer.sums(towards)).mul_(self.sign), alpha=scale_rate)
         # For a negative scale, a larger code is a smaller value.

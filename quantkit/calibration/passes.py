@@ -115,7 +115,7 @@ def _recorded(
     room: float,
     dtype: torch.dtype,
 ) -> Activations:
-    """Return the activations of every row of `ids` after `run`, and the blocks' arguments."""
+    """Return activations with `run`'s hidden states for every row of `ids`, and with the blocks' arguments."""
     hidden = run(ids[0])
     if hidden.ndim not in (3, 4) or hidden.shape[-3] != 1:
         raise UnsupportedError(
@@ -165,7 +165,7 @@ class Passes:
     def block(
         self, index: int, instead: Callable[[str], torch.Tensor | None] = lambda _name: None
     ) -> AbstractContextManager[nn.Module]:
-        """Return a context with block `index` loaded; `instead(full name)` may return another value for a parameter."""
+        """Return a context that loads block `index`; `instead(full name)` may return a value to use for a parameter."""
         return load_block(self._job.source, self._job.skeleton, index, self.device, DTYPE, instead)
 
     def forward(self, index: int, inputs: Activations, outputs: Activations) -> None:
@@ -179,10 +179,10 @@ class Passes:
     def backward(
         self, index: int, inputs: Activations, slopes: Activations, others: Iterable[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Run block `index` again and replace the loss's gradients by its outputs in `slopes` with those by its inputs.
+        """Backpropagate through block `index`: `slopes`, gradients w.r.t. its outputs, become gradients w.r.t. its inputs.
 
-        Gradients by shared values are summed and passed on to the block that wrote them; call the last block first.
-        Yields each batch's gradients by the tensors `others`, which may be set while the batch runs.
+        The block runs again for this; call the last block first. Gradients w.r.t. shared values go to the block that
+        wrote the values. Yields each batch's gradients w.r.t. `others`, which may be filled while the batch runs.
         """
         if index + 1 == len(inputs.arguments):
             self._slopes = Shared(len(inputs), inputs.path)

@@ -61,7 +61,7 @@ class _Scales:
         return stored_scale(self.scale * (1 + self.stretch))
 
     def step(self, gradient: torch.Tensor, rate: float, count: int) -> None:
-        """Take Adam's step number `count` (from 1); `gradient` (N, G) is the loss's gradient by `stretch`."""
+        """Take Adam's step number `count` (from 1); `gradient` (N, G) is the loss's gradient w.r.t. `stretch`."""
         self.first.lerp_(gradient, 1 - BETAS[0])
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         mean = self.first / (1 - BETAS[0] ** count)
@@ -144,7 +144,7 @@ class _ScaleStudent:
         self._trimmer.trim()
 
     def _divergence(self, hidden: Activations, targets: torch.Tensor, as_slopes: bool = False) -> float:
-        """Return the mean divergence in nats per token; `as_slopes` overwrites `hidden` with its gradients."""
+        """Return the mean divergence, nats per token; `as_slopes`: overwrite `hidden` with gradients w.r.t. it."""
         states = hidden.read()
         flat, exact = (x.to(self._passes.device).flatten(-3, -2) for x in (states, targets))
         slopes = torch.empty_like(flat) if as_slopes else None
@@ -184,7 +184,7 @@ def tuning_bytes(shapes: Shapes) -> int:
 def divergence(exact: torch.Tensor, ours: torch.Tensor, gradient: torch.Tensor | None = None) -> float:
     """Return the sum over rows of KL(softmax(exact) || softmax(ours)) in nats, for logits (n, V), in float32.
 
-    `gradient` (n, V), if given, gets the gradient by `ours`, softmax(ours) - softmax(exact); it may be `exact` itself.
+    `gradient` (n, V), if given, gets the gradient w.r.t. `ours`: softmax(ours) - softmax(exact). It may be `exact`.
     """
     total = 0.0
     step = max(1, SLAB_ELEMENTS // exact.shape[1])

@@ -1,8 +1,8 @@
 """Estimate how much changing one tensor moves the model's next-token distribution, to second order.
 
 For a small change of the weights, the Kullback-Leibler divergence from the source is half the quadratic form of the
-change with the Fisher information (Amari, Natural Gradient Works Efficiently in Learning, 1998). For a tensor's change
-D, the estimate is half the mean over tokens of (sum of dL/dW * D)^2. L is the negative log-likelihood of a token drawn
+Fisher information in the change (Amari, Natural Gradient Works Efficiently in Learning, 1998). For a tensor's change D,
+the estimate is half the mean over tokens of (sum of dL/dW * D)^2. L is the negative log-likelihood of a token drawn
 from the model's own distribution; dL/dW is the token's part of the gradient, (dL/dy) x^T for a layer y = W x. Cross
 terms between tokens and between tensors are ignored, so estimates of several tensors can be added.
 
@@ -69,8 +69,8 @@ class Changes:
     def tried(self, slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of a layer to try, (n,) int64, and how many rows each represents, (n,) float32.
 
-        `slopes` (N,) float32 are the sums of squared gradients of the loss by each output. Half of the tried rows have
-        the largest slopes; the others are spread evenly over the rest.
+        `slopes` (N,) float32 are the sums of squared gradients of the loss w.r.t. each output. Half of the tried rows
+        have the largest slopes; the others are spread evenly over the rest.
         """
         order, count = slopes.argsort(descending=True), len(slopes)
         if self.rows is None or count <= self.rows:
@@ -133,8 +133,8 @@ def tokens_measured(spec: CalibrationSpec) -> int:
 def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int, vocabulary: int = 0, inputs: int = 0) -> int:
     """Return the bytes of the measurement's temporary files, which store each block's inputs.
 
-    `vocabulary` (rows of the head, if its changes are tried) adds the gradients by the logits; `inputs` adds that many
-    values per block and token of a per-block token table.
+    `vocabulary` (rows of the head, if its changes are tried) adds the gradients w.r.t. the logits; `inputs` adds that
+    many values per block and token of a per-block token table.
     """
     return ((blocks + 1) * hidden + vocabulary + blocks * inputs) * tokens_measured(spec) * DTYPE.itemsize
 
@@ -223,9 +223,9 @@ class _Measurement:
             self._passes.forward(index, inputs, outputs)
 
     def head(self, states: Activations) -> None:
-        """Replace the last hidden states by gradients of the drawn tokens' loss, and try the changes of the head.
+        """Replace the final hidden states with gradients of the drawn tokens' loss w.r.t. them; try the head's changes.
 
-        The gradients by the logits, which all these changes need, are in a temporary file meanwhile.
+        The gradients w.r.t. the logits, which all these changes need, are in a temporary file meanwhile.
         """
         head = load_head(self._job.source, self._skeleton, self._device, DTYPE)
         changes = self._propose(self._head)
@@ -260,7 +260,7 @@ class _Measurement:
                 self._try_head(changes, head.layer.weight.detach(), inputs, given)
 
     def _try_head(self, changes: Changes, weight: torch.Tensor, inputs: list[torch.Tensor], given: Activations) -> None:
-        """Record the effect of each kind of change of the head; `inputs` are (n, D), `given` gradients by logits."""
+        """Record the effect of each kind of change of the head; `inputs`: (n, D), `given`: gradients w.r.t. logits."""
         for kind in changes.kinds:
             change = torch.empty(weight.shape, dtype=DTYPE, device=self._device)
             step = max(1, SLAB_ELEMENTS // weight.shape[1])
@@ -275,7 +275,7 @@ class _Measurement:
             trim_heap()
 
     def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
-        """Replace gradients by block `index`'s outputs with gradients by its inputs, and try its layers' changes."""
+        """Backpropagate `slopes` through block `index`, from its outputs to its inputs; try its layers' changes."""
         linears, table = self._skeleton.linears_of(index), self._table
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
         given: dict[str, list[torch.Tensor]] = {name: [] for name in (*linears, *([table.name] if table else []))}

@@ -32,7 +32,7 @@ GRACE = 4.0  # seconds in which a rank cleans up
 
 
 def _end_in_any_case() -> None:
-    """Exit soon after SIGTERM or SIGINT, even if the process waits for other ranks in code that ignores signals."""
+    """Exit soon after SIGTERM or SIGINT, even while waiting for other ranks, when Python runs no handlers."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)

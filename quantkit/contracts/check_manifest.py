@@ -160,7 +160,7 @@ class Parameters:
         self._missing.add(name)
 
     def allow(self, name: str, shape: tuple[int, ...], parameters: set[str] | None = None) -> None:
-        """Allow an optional tensor; it counts as the given `parameters`, such as experts in one stack."""
+        """Allow an optional tensor; reading it marks `parameters` as read, such as the experts in a stack."""
         self._shapes.setdefault(name, (shape, shape))
         self._stands_for.setdefault(name, parameters or set())
 

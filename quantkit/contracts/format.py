@@ -152,8 +152,8 @@ class TensorWriter:
 class Kind:
     """A variant of a format's content that engines treat differently.
 
-    `bits`: as in recipes; `words`: description; `quantization`: its `quantization_config`. `only`: for engines that
-    load it on one kind of device only, that kind, such as ``GPUs``, by engine name.
+    `bits`: as in recipes; `words`: description; `quantization`: its `quantization_config`. `only`: by engine name, the
+    only kind of device on which the engine loads it, such as ``GPUs``.
     """
 
     bits: str

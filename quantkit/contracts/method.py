@@ -38,9 +38,9 @@ TakenOptions = TypeVar("TakenOptions", bound=Strict, contravariant=True, default
 class Shapes:
     """Sizes for a memory forecast, of the largest decoder block and of the tensors outside the blocks.
 
-    `layers`: (rows, columns) of linear layers. `stages`: the same, but adjacent layers of a module that share their
-    input count as one. Per token: `states` hidden states, `of_text` other values that blocks are called with, and
-    `shared` values that blocks share. `reading`: bytes to read a tensor of a block (`Source.reading_bytes`);
+    `layers`: (rows, columns) of linear layers. `stages`: the same, but adjacent layers of a module with equally many
+    columns count as one. Per token: `states` hidden states, `of_text` other values that blocks are called with, and
+    `shared` values that blocks share. `reading`: memory in bytes to read a tensor of a block (`Source.reading_bytes`);
     `reading_outside`: to read a tensor outside the blocks. `item_bytes`: bytes of the widest stored type.
     """
 
@@ -105,17 +105,17 @@ class BitSearch(Generic[TakenOptions, OwnPlan]):
 class Method(Generic[OwnOptions, OwnPlan]):
     """A quantization method. It handles no files: it passes its results to the job's format.
 
-    It can be written in every format that holds what it `makes`; default: `default_format`. `other_kinds`: bits that
-    have another kind of values or another default format. refuse_config(config) returns why no model with this
-    config.json is supported, if config.json alone shows it (without torch or transformers), else None. check(job)
-    refuses jobs that cannot work, before any long work. write(job, run) computes the tensors and passes them to the
-    format's writer in run.folder. `weights_comparable`: stored values approximate the source's, tensor by tensor.
-    calibrated(options), needs_torch(options) return whether it needs calibration text, or torch (directly or in
-    transformers). peak_memory(job, shapes) returns the memory of the work on a decoder block; None: no forecast.
-    refuse_ranks(job) returns why several processes cannot share the work; None: they can. bits_of(source) returns the
-    bits that the source implies if the user gives none; None: the default. `bit_search` runs before `write`; None: the
-    check decides everything. `records`: constants that decide bytes, recorded among the manifest's options although
-    users cannot set them.
+    Any format that holds what it `makes` can store the result; default: `default_format`. `other_kinds`: by bits,
+    another kind of values and default format. refuse_config(config) returns why no model with this config.json is
+    supported, if config.json alone shows it (without torch or transformers), else None. check(job) refuses jobs that
+    cannot work, before any long work. write(job, run) computes the tensors and passes them to the format's writer in
+    run.folder. `weights_comparable`: stored values approximate the source's, tensor by tensor. calibrated(options)
+    returns whether it needs calibration text, needs_torch(options) whether it needs torch, directly or in transformers.
+    peak_memory(job, shapes) returns the memory of the work on a decoder block; None: no forecast. refuse_ranks(job)
+    returns why several processes cannot share the work; None: they can. bits_of(source) returns the bits that the
+    source implies if the user gives none; None: the default. `bit_search` runs before `write`; None: the check decides
+    everything. `records`: constants that decide bytes; manifests record them among the options, but users cannot set
+    them.
     """
 
     name: str

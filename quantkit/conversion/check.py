@@ -86,7 +86,7 @@ def _offload_bytes(device: str) -> int:
 
 
 def default_out(recipe: ConvertRecipe) -> Path:
-    """Return `MODEL-ADAPTERS-METHOD-BITS` with the given options appended, a folder in the current one."""
+    """Return the default output folder, `MODEL-ADAPTERS-METHOD-BITS` with the given options appended."""
     names = [Path(place).name for place in (recipe.model, *recipe.adapters)]
     return Path(safe_name("-".join([names[0] or "model", *filter(None, names[1:]), recipe.label])))
 
@@ -313,7 +313,7 @@ UNKNOWN = "`quantkit methods` lists the others."
 
 
 def alternatives_to(job: Job, but: str = "", walked: bool = False) -> str:
-    """Return a sentence that lists each METHOD:BITS, except the method `but`, whose check accepts the source.
+    """Return a sentence that lists the METHOD:BITS whose checks accept the source, except for the method `but`.
 
     All methods' checks run with default options, so use this in errors only. `walked`: the model was refused during
     calibration, so leave out all calibrating methods. If transformers was imported without torch, most checks cannot

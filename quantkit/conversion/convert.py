@@ -93,7 +93,7 @@ def run(ready: ReadyJob, progress: Progress | None = None) -> Artifact:
 
 
 def follow(ready: ReadyJob) -> None:
-    """Do the share of the work of any process but the first; its temporary files are removed at the end.
+    """Run this process's share of a conversion that the first process leads; its temporary files are deleted.
 
     Raises RecipeError if the first process runs another conversion, RankError if it ends.
     """
@@ -125,10 +125,9 @@ def import_gguf(
 ) -> Path:
     """Convert the GGUF file `path` (of a split model: the first file) to a checkpoint folder, and return `out`.
 
-    dtype float32 stores the file's values exactly; float16 and bfloat16 round them. `tokenizer` is a folder with a
-    tokenizer, `config` a config.json, to use instead of the file's. Raises ArtifactError for an unreadable file,
-    UnsupportedError for values beyond the range of `dtype` or if configuration or tokenizer cannot be reproduced
-    exactly.
+    dtype float32 stores the file's values exactly; float16 and bfloat16 round them. `tokenizer` (a folder) and `config`
+    (a config.json) replace the file's own. Raises ArtifactError for an unreadable file, UnsupportedError for values
+    beyond the range of `dtype` or if configuration or tokenizer cannot be reproduced exactly.
     """
     from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 

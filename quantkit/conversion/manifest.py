@@ -18,7 +18,7 @@ from quantkit.system.sizes import bits_per_weight
 
 
 def fingerprint(job: CheckedJob) -> dict[str, Any]:
-    """Return all that decides the artifact's bytes, as JSON values; only work with an equal one is resumed."""
+    """Return everything that decides the artifact's bytes, as JSON values; work with an equal one can be resumed."""
     values: dict[str, Any] = {
         "recipe": job.recipe.model_dump(mode="json"),
         "format": job.format.name,

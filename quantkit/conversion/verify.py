@@ -41,8 +41,8 @@ PIECE = 1 << 20  # values compared at a time
 def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightError | None:
     """Read every tensor back and return the relative errors to the source; None if no error was found.
 
-    Raises ArtifactError, which names the tensor, for values that are not finite, for contradictions to the manifest,
-    and for an error as large as the values themselves.
+    Raises ArtifactError with the tensor's name for values that are not finite, errors as large as the values
+    themselves, and contradictions to the manifest.
     """
     refuse_other_kept(job.source, artifact)
     errors = _errors(

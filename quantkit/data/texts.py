@@ -245,7 +245,7 @@ def pages(content: str) -> list[str]:
 
 
 def count_words(page: str) -> int:
-    """Return the number of parts between white space, as the harness counts: empty parts at both ends count."""
+    """Count words as the harness does: split at white space; an empty part at either end counts as a word."""
     return len(re.split(r"\s+", page))
 
 

@@ -31,7 +31,7 @@ ROUNDED_CACHE = "quantkit_fp8_cache"  # registered with transformers as an atten
 
 
 def kernel_group(weight: GroupedWeight) -> int:
-    """Return the int4 kernel's group size for a weight: its largest one that divides the weight's groups.
+    """Return the largest group size of the int4 kernel that divides the weight's groups.
 
     Return 0 if the kernel cannot run the layer: it needs at most 4 bits and equal groups of a multiple of 32 columns.
     """
@@ -44,7 +44,7 @@ def kernel_group(weight: GroupedWeight) -> int:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Raise the row limit of the model's int4 layers, so that short prompts also run on the kernel."""
+    """Let the model's int4 layers use the kernel for more rows, and so for short prompts, in this context."""
     layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
     for layer in layers:
         layer.kernel_rows = GENERATED_ROWS

@@ -1,9 +1,9 @@
 """The baseline: the source model's final hidden states at the scored positions, cached on disk.
 
-The states enter the source's output layer, are (N, D) float16 for N scored positions, and give the source's logits by
-its output layer in float32. The cache key is a hash of the source's hashes, the tokens, the protocol and the dtype. The
-JSON file next to the states is written last; a lock makes a second process wait. After a killed run, the next run
-continues after the last whole batch. This file also lists and clears the cache.
+The states, (N, D) float16 for N scored positions, are the inputs of the source's output layer, which computes the
+source's logits from them in float32. The cache key is a hash of the source's hashes, the tokens, the protocol and the
+dtype. The JSON file next to the states is written last; a lock makes a second process wait. After a killed run, the
+next run continues after the last whole batch. This file also lists and clears the cache.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class BaselineFiles:
 
 
 def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str], None]) -> BaselineEntry:
-    """Return the facts of the baseline in `files`; compute it first with `make` if it is missing, under a lock."""
+    """Return the facts of the baseline in `files`; if it is missing, compute it first with `make`, under a lock."""
     from filelock import FileLock, Timeout
 
     if (facts := files.read_facts()) is not None:
@@ -163,8 +163,7 @@ class Baseline:
     def logits(self, start: int, count: int) -> NDArray[np.float32]:
         """Return the logits (count, V) float32 of the scored positions from number `start` on.
 
-        Products always have blocks of `ROWS` positions, counted from the text's first: the last digits depend on the
-        block.
+        They are always computed in the same blocks of `ROWS` positions: their last digits depend on the block.
         """
         parts: list[NDArray[np.float32]] = []
         while count:

@@ -41,7 +41,7 @@ class LoadedEntry(Strict):
 
 @dataclass(frozen=True)
 class ChosenEngine:
-    """An engine with the settings to compute a model."""
+    """A chosen engine: its version, interpreter, device, dtype and further settings."""
 
     name: str
     version: str  # installed for the interpreter `python`
@@ -85,8 +85,7 @@ def refusal(engine: Engine, model: Model) -> str | None:
 def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine:
     """Return the engine for a model: the requested one, or else the first of the model's format.
 
-    Raises RecipeError or EngineError if the engine refuses the model or the device, DependencyError if it is not
-    installed.
+    Raises RecipeError or EngineError if the engine refuses the model or device, DependencyError if it is missing.
     """
     spec = engine if isinstance(engine, EngineSpec) else parse(EngineSpec, {"engine": engine}, "engine")
     found = find_engine(spec.engine or find_format(model.format).engines[0])

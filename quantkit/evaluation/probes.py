@@ -29,7 +29,7 @@ ANSWER_TOKENS = 384  # our longest prompt and 200 tokens
 
 
 def measure_size(job: ProbeJob) -> list[Measurement]:
-    """Return the bytes of the weight files, and these bits divided by the source model's parameters."""
+    """Return the total bytes of the weight files, and the bits per parameter of the source model."""
     total = sum(path.stat().st_size for path in job.model.weight_files)
     parameters = job.model.parameters
     return [

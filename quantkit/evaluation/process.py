@@ -102,10 +102,9 @@ class ChildResult:
 
 
 def run_child(request: Request, temp: Path, progress: Progress, forked: bool = False) -> ChildResult:
-    """Run a request in a child process with its files in `temp`; return its result.
+    """Run a request in a child process with its files in `temp`; `forked`: fork it from a prepared process if possible.
 
-    With `forked`, the child is if possible a fork of a process that has imported transformers. Raises the QuantkitError
-    that the child reports, EngineError if it ends without one.
+    Raises the QuantkitError that the child reports, EngineError if it ends without a result.
     """
     path, load = temp / "request.json", request.load
     engine, model = load.engine, load.model.model

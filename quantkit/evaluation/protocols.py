@@ -1,10 +1,12 @@
-"""Perplexity protocols: how a text is cut into token windows, and which positions count.
+"""Perplexity protocols: how a text is cut into windows of tokens, and which positions are scored.
 
-llama.cpp: windows of n_ctx (512) without overlap; BOS replaces token 0 of each window if the vocabulary adds BOS; only
-targets in the second half count (n_ctx - n_ctx/2 - 1 per window); the rest of the text is dropped.
-papers (GPTQ, AWQ): rows joined with a blank line; windows of 2048 without overlap; every target counts.
-lm-eval: the harness's task wikitext: pages one by one, cut and cleaned by `data/texts.py`; windows as long as the
-model's context without overlap, with BOS (or EOS) before the first; every token counts once.
+llama.cpp: windows of n_ctx (512) without overlap; BOS replaces token 0 of each window if the tokenizer adds BOS; only
+targets in the second half are scored (n_ctx - n_ctx/2 - 1 per window); an incomplete last window is dropped.
+
+papers (GPTQ, AWQ): rows joined with blank lines; windows of 2048 without overlap; every target is scored.
+
+lm-eval: the harness's task wikitext. Pages are cleaned by `data/texts.py` and scored one by one, in windows as long as
+the model's context, with BOS (or EOS) before the first token; every token is scored once.
 """
 
 from __future__ import annotations
