@@ -179,7 +179,7 @@ class Passes:
     def backward(
         self, index: int, inputs: Activations, slopes: Activations, others: Iterable[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Backpropagate through block `index`: `slopes`, gradients w.r.t. its outputs, become gradients w.r.t. its inputs.
+        """Backpropagate through block `index`: gradients w.r.t. its outputs, `slopes`, become those w.r.t. its inputs.
 
         The block runs again for this; call the last block first. Gradients w.r.t. shared values go to the block that
         wrote the values. Yields each batch's gradients w.r.t. `others`, which may be filled while the batch runs.
