@@ -23,7 +23,7 @@ from quantkit.system.memory import MemoryTrimmer
 
 @dataclass
 class Stream:
-    """Block `index` of the quantized or the unquantized model, and its input states (output states once `done`)."""
+    """One decoder block of the quantized or unquantized model, with its input states (output states once `done`)."""
 
     index: int
     module: nn.Module

@@ -124,8 +124,8 @@ def batch_size(length: int) -> int:
 def own_sequences(ids: np.ndarray, exact_count: int, shards: Shards) -> tuple[np.ndarray, int]:
     """Return this process's rows of `ids` (S, T), the exact ones first, and how many of its rows are exact.
 
-    Exact and other sequences are both divided among the processes in whole batches; if any are exact, each process has
-    some.
+    Exact and other rows are each divided among the processes in whole batches; if there are exact rows, each process
+    has some.
     """
     if shards.size == 1:
         return ids, exact_count

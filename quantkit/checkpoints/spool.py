@@ -234,7 +234,7 @@ class Original(Protocol):
         """Return a tensor's offset, dtype and shape."""
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return the bytes of rows `start:stop` of a tensor, (n,) uint8."""
+        """Return the bytes of rows `start:stop` of a tensor, as uint8."""
 
 
 class CheckpointWriter(Spool):

@@ -230,7 +230,7 @@ def _without_generation(spec: EvaluationSpec, named: tuple[str, ...]) -> tuple[E
 
 
 def measure(evaluation: Evaluation, progress: Progress, save: Path | None = None) -> Report:
-    """Run a prepared evaluation and return its report; `save`: file for all scored positions (`perplexity.RECORD`)."""
+    """Run a prepared evaluation and return its report; `save`: file for all scored positions (`RECORD` array)."""
     with temporary_folder() as temp:
         windows = temp / "cut.npz"
         evaluation.cut.save(windows)
