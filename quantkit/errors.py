@@ -1,4 +1,4 @@
-"""The errors that quantkit raises. Each message names the problem, the place and the fix."""
+"""The errors that quantkit raises. Each message says what is wrong, where, and what to do."""
 
 import difflib
 import hashlib
@@ -18,9 +18,9 @@ AMOUNT = re.compile(r"\d[\d.,]*\s*(?:[KMGTPE]i?B|bytes)\b", re.IGNORECASE)
 
 
 class QuantkitError(Exception):
-    """Any error that quantkit explains in one line. The command line prints it and ends with code 1.
+    """Base of all errors that quantkit explains to users. The command line prints it and exits with code 1.
 
-    The message is one printable line of bounded length, as it may quote a user's file or a library's error.
+    The message is one printable line of at most `LONGEST` characters: it may quote a user's file or a library's error.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -28,63 +28,63 @@ class QuantkitError(Exception):
 
 
 class RecipeError(QuantkitError):
-    """A recipe, method name or option that cannot be used as written."""
+    """A recipe, name or option is invalid."""
 
 
 class SweepError(QuantkitError):
-    """Tasks of a sweep that failed; the others are done."""
+    """Some tasks of a sweep failed; the other tasks are done."""
 
 
 class SourceError(QuantkitError):
-    """A checkpoint that is missing, incomplete, unsafe or broken."""
+    """A source checkpoint is missing, incomplete, unsafe or damaged."""
 
 
 class UnsupportedError(QuantkitError):
-    """A model or shape that the method, engine or format cannot take."""
+    """A method, engine or format does not support this model or shape."""
 
 
 class ValuesError(UnsupportedError):
-    """Values that the target type cannot hold. Checks read no values, so no other method is suggested."""
+    """A value is outside the range of the target type. No other method is suggested: checks read no values."""
 
 
 class ArtifactError(QuantkitError):
-    """An artifact that is missing, corrupted or not made by quantkit."""
+    """An artifact is missing, corrupted or not made by quantkit."""
 
 
 class OutputError(QuantkitError):
-    """An output that exists already or cannot be written, or a disk that is too small."""
+    """An output exists already, cannot be written, or does not fit on the disk."""
 
 
 class ResourceError(QuantkitError):
-    """A machine with too little memory for what was asked."""
+    """The machine does not have enough memory."""
 
 
 class TextError(QuantkitError):
-    """A text that is missing or too short."""
+    """A text is missing, too short or invalid."""
 
 
 class DependencyError(QuantkitError):
-    """An optional package is missing; the message has the pip command that installs it."""
+    """A package is missing; the message has the command that installs it."""
 
 
 class EngineError(QuantkitError):
-    """A native engine failed, crashed or answered with something unusable."""
+    """An engine failed, crashed or returned unusable results."""
 
 
 class HubError(QuantkitError):
-    """The Hugging Face Hub is unreachable, refuses, or has files that must not be mixed with an artifact."""
+    """The Hugging Face Hub is unreachable or refuses a request, or a repository has conflicting files."""
 
 
 class RankError(QuantkitError):
-    """Another process of a shared conversion has ended, or never started."""
+    """Another process of a shared conversion ended or never started."""
 
 
 class ReportError(QuantkitError):
-    """Reports that cannot be read, or cannot be in one table."""
+    """A report cannot be read, or reports cannot be joined into one table."""
 
 
 def near_miss(value: object, known: Iterable[object]) -> str:
-    """Return `` Did you mean 'x'?`` if a known name is close to `value`, else an empty string."""
+    """Return `` Did you mean 'x'?`` if a known name is similar to `value`, else an empty string."""
     close = difflib.get_close_matches(str(value).lower(), [str(k).lower() for k in known], n=1, cutoff=0.6)
     if not close:
         return ""
@@ -93,7 +93,7 @@ def near_miss(value: object, known: Iterable[object]) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """Return `text` as one printable line of at most `most` characters; a longer one loses its middle."""
+    """Return `text` as one printable line of at most `most` characters; a longer text loses its middle."""
     if len(text) > 4 * most:  # keeps the regular expressions fast on megabytes
         text = f"{text[: 2 * most]} {text[-2 * most :]}"
     text = re.sub(r"\s*[\r\n\u2028\u2029]+\s*", " ", text)
@@ -102,7 +102,7 @@ def one_line(text: str, most: int) -> str:
 
 
 def cut(text: str, most: int, joint: str) -> str:
-    """Return `text`; cut after `most` bytes, followed by `joint` and a hash that makes it unique."""
+    """Return `text`, or if it exceeds `most` bytes its beginning, `joint` and a hash that makes it unique."""
     whole = text.encode()
     if len(whole) <= most:
         return text
@@ -110,7 +110,7 @@ def cut(text: str, most: int, joint: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a library's error message as one short line without a full stop, or its type if it has no message."""
+    """Return an exception's message as one short line without a full stop, or its type if it has no message."""
     lines = str(error).strip().splitlines()
     first = 1 + (lines[0].rstrip().endswith(":") if lines else 0)  # the first line is only a title
     text = one_line(" ".join(lines[:first]), LONGEST_REASON).rstrip(". ")
@@ -120,9 +120,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def shortage_of(error: BaseException) -> str | None:
-    """Return one line if memory ran out, with the requested amount if the error has it; None for other errors.
+    """Return one line if memory ran out, with the requested amount if known; None for other errors.
 
-    Also looks at the errors that caused this one.
+    The error's causes are examined, too.
     """
     seen: set[int] = set()
     at: BaseException | None = error
@@ -140,12 +140,12 @@ def shortage_of(error: BaseException) -> str | None:
 
 
 def pip_line(extra: str = "") -> str:
-    """Return the shell command that installs quantkit, with one of its extras."""
+    """Return the shell command that installs quantkit, with an optional extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
 
 
 def missing_package(package: str, extra: str, error: ImportError) -> QuantkitError:
-    """Return an error that names the extra to install, or one for too little memory to load the package."""
+    """Return an error that names the extra to install, or a ResourceError if memory ran out on import."""
     if short := shortage_of(error):
         return ResourceError(short)
     return DependencyError(

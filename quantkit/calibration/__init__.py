@@ -1,1 +1,1 @@
-"""Calibration: the walk through a model's blocks, and everything that is measured or trained on it."""
+"""Calibration: the walk through a model's decoder blocks, and the statistics and training that use it."""

@@ -1,9 +1,9 @@
-"""Activations between decoder blocks, in memory or in unlinked files, and the arguments of blocks.
+"""Hidden states between decoder blocks and the other arguments of blocks, in memory or in temporary files.
 
 `Activations` are the hidden states. Some blocks also pass tensors to later blocks, such as keys and values that several
-blocks use: transformers passes all blocks one mapping for them. Here each call of a block gets a `Shelf` instead, which
-reads and writes stores with a row for every sequence. The other arguments of blocks are recorded once (`Calls`) and
-passed again for any sequences. Most are the same for every text of one length, so one sequence's are stored.
+blocks use; transformers passes all blocks one shared mapping for them. Here each call of a block gets a `Shelf`
+instead: a mapping backed by one `Store` per key, with a row for every sequence. All other arguments are recorded once
+(`Calls`) and passed again for any sequences. Most of them are equal for all texts of one length, so one copy is stored.
 Tensors that depend on the text, such as per-block embeddings, are stored for all sequences.
 """
 
@@ -32,9 +32,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Store:
-    """A tensor of shape `each` for each of S sequences, in memory or in the file `path`.
+    """One tensor of shape `each` for each of S sequences, in memory or, if `path` is given, in a temporary file.
 
-    In a tensor of several sequences, `axis` is the axis of sequences.
+    `axis`: position of the sequence axis in the tensors that `read` returns and `write` takes.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Store:
 
 
 def unlinked(path: Path) -> FileIO:
-    """Open a new file without a name: it exists until it is closed, so a kill leaves no file."""
+    """Create a file at `path` and remove its name: the data is freed on close, also if the process is killed."""
     file = FileIO(path, "w+")
     path.unlink()
     return file
 
 
 def transfer(file: FileIO, action: Literal["readinto", "write"], place: int, data: torch.Tensor) -> None:
-    """Read a contiguous CPU tensor from `place` in the file, or write it there."""
+    """Read the contiguous CPU tensor `data` from byte offset `place` of the file, or write it; raises OSError."""
     # Not through numpy, which would fix the size of the tensor's storage.
     view = memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
     file.seek(place)
@@ -103,9 +103,9 @@ def transfer(file: FileIO, action: Literal["readinto", "write"], place: int, dat
 
 
 class Shared:
-    """Values that blocks pass to later ones for S sequences, in memory or in files at `path`.
+    """Tensors that blocks pass to later blocks, for S sequences, in memory or in files at `path`.
 
-    Later blocks see a block's values; the block itself sees them only in the same call, since it may run repeatedly.
+    Later blocks see what a block wrote; the block itself sees it only in the same call, since it may run repeatedly.
     """
 
     def __init__(self, sequences: int, path: Path | None) -> None:
@@ -121,7 +121,7 @@ class Shared:
         self._made = {}
 
     def keys(self, argument: str) -> list[Key]:
-        """Return the keys that earlier blocks have put into one of the blocks' arguments."""
+        """Return the keys that earlier blocks have written into the mapping that blocks take as `argument`."""
         return [key for key in self._earlier if key[0] == argument]
 
     def stores(self) -> list[Store]:
@@ -131,7 +131,7 @@ class Shared:
         return tuple(store.select(sequences) for store in (self._made if own else self._earlier)[key])
 
     def write(self, key: Key, sequences: Sequence[int], values: Tensors) -> None:
-        """Store a block's values for some sequences; raises UnsupportedError unless each is a tensor."""
+        """Store a block's tensors (sequences, ...) under `key`; raises UnsupportedError for any other values."""
         each = isinstance(values, tuple) and all(isinstance(v, torch.Tensor) and v.ndim > 1 for v in values)
         if not each or any(len(value) != len(sequences) for value in values):
             raise UnsupportedError(
@@ -144,7 +144,7 @@ class Shared:
             store.put(sequences, value)
 
     def add(self, key: Key, sequences: Sequence[int], values: Tensors) -> None:
-        """Add to the float32 values of some sequences, which start at zero."""
+        """Add `values` to the float32 sums stored under `key` for some sequences; the sums start at zero."""
         if key not in self._earlier:
             stores = tuple(Store(self._count, (*v.shape[1:],), torch.float32, self._path) for v in values)
             for store, value in zip(stores, values, strict=True):
@@ -162,16 +162,16 @@ class Shared:
 
 @dataclass
 class Traced:
-    """Shared values that one call of a block reads (`taken`, leaves of its graph) and writes (`made`, part of it)."""
+    """Shared tensors in one differentiated call: `taken` (read; graph leaves) and `made` (written; graph outputs)."""
 
     taken: dict[Key, Tensors] = field(default_factory=dict)
     made: dict[Key, Tensors] = field(default_factory=dict)
 
 
 class Shelf(MutableMapping[Hashable, Tensors]):
-    """The mapping that all blocks share, their argument `argument`, in one call of a block for some sequences.
+    """The shared mapping that one call of a block gets as its argument named `argument`, for some sequences.
 
-    With `traced`, tensors have a graph, and the block's values are not stored.
+    With `traced`, the tensors are part of an autograd graph, and what the block writes goes to `traced` only.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class Shelf(MutableMapping[Hashable, Tensors]):
 class Activations(Store):
     """Hidden states (S, T, D) of S sequences of T tokens, in memory or in a file, and the `arguments` of each block.
 
-    If a token has several `states`, n sequences are (states, n, T, D). `shared`: values that blocks pass to later
-    ones; `numbers`: indices of these among the recorded sequences; `of_text`: recorded values per text.
-    `settings`: transformers' configuration, for messages; `held_bytes`: memory of all of this.
+    If a token has several hidden states, `states` is their number; n sequences are (states, n, T, D). `shared`: values
+    that blocks pass to later ones; `numbers`: indices among the recorded sequences; `of_text`: text-dependent
+    arguments; `settings`: transformers' configuration, for messages; `held_bytes`: bytes in memory.
     """
 
     def __init__(
@@ -244,20 +244,20 @@ class Activations(Store):
         super().close()
 
     def like(self, path: Path | None = None, numbers: Sequence[int] | None = None) -> Activations:
-        """Return new activations of the same shape and arguments, for the same or other recorded sequences."""
+        """Return empty activations with the same shape and arguments; `numbers` selects other recorded sequences."""
         numbers = self.numbers if numbers is None else numbers
         new = Activations(len(numbers), *self.shape[1:], path, self.dtype, self.states)
         new.numbers, new.arguments, new.settings = numbers, self.arguments, self.settings
         return new
 
     def chosen(self, sequences: Sequence[int]) -> Activations:
-        """Return a copy of some sequences in memory, before any block has run on them."""
+        """Return an in-memory copy of some sequences; valid only before any block has run on them."""
         copy = self.like(numbers=[self.numbers[sequence] for sequence in sequences])
         copy.write(0, self.select(sequences))
         return copy
 
     def batches(self, tokens: int, edge: int = 0) -> list[tuple[int, int]]:
-        """Return (start, stop) of batches of whole sequences: at most `tokens` or one sequence, none across `edge`."""
+        """Return (start, stop) of batches of at most `tokens` tokens, at least one sequence; none spans `edge`."""
         step = max(1, tokens // self.shape[1])
         return list(pairwise([*range(0, edge, step), *range(edge, len(self), step), len(self)]))
 
@@ -270,9 +270,9 @@ class Activations(Store):
         values: dict[str, torch.Tensor] | None = None,
         traced: Traced | None = None,
     ) -> Output:
-        """Return block `index`'s output for the states `hidden` (B, T, D) of some sequences, on the block's device.
+        """Return block `index`'s output for the hidden states `hidden` (B, T, D) of some sequences.
 
-        `values` replace its parameters; `traced` is passed to its `Shelf`.
+        `hidden` is on the block's device. `values` replace parameters of the block by name; `traced`: see `Shelf`.
         """
         # No recursive inner function: it would keep `hidden` alive until garbage collection.
         args, kwargs = self.arguments[index]
@@ -294,7 +294,7 @@ class Activations(Store):
         outputs: Activations | None = None,
         after_each: Callable[[], None] = lambda: None,
     ) -> Output:
-        """Write block `index`'s output of each batch into `outputs` (default: in place); return the last batch's."""
+        """Run block `index` on each batch, write its outputs to `outputs` (default: in place), return the last."""
         out: Output = ()
         device = next(block.parameters()).device
         for start, stop in batches:
@@ -333,13 +333,13 @@ def _at(numbers: Sequence[int], sequences: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class SharedPlace:
-    """Placeholder in recorded arguments for the shared mapping, the argument of that name."""
+    """Placeholder in recorded arguments: the argument `name` is the mapping that all blocks share."""
 
     name: str
 
 
 class Calls:
-    """Records all blocks' arguments, sequence by sequence; `path` is a file for arguments that depend on the text."""
+    """Recorder of all blocks' arguments, sequence by sequence; text-dependent tensors go to `path` if it is given."""
 
     def __init__(self, sequences: int, path: Path | None) -> None:
         self._sequences, self._path = sequences, path
@@ -348,7 +348,7 @@ class Calls:
         self.of_text: dict[Spot, Store] = {}
 
     def add(self, number: int, recorders: Sequence[Recorder]) -> None:
-        """Record the blocks' arguments for a sequence; raises UnsupportedError if they cannot be stored."""
+        """Record the blocks' arguments for sequence `number`; raises UnsupportedError if they cannot be stored."""
         tensors = dict(_tensors(recorders))
         if not self._arguments:
             self._arguments, self._first = [(recorder.args, recorder.kwargs) for recorder in recorders], tensors
@@ -368,7 +368,7 @@ class Calls:
     def refuse_following(self, recorders: Sequence[Recorder]) -> None:
         """Raise UnsupportedError if the blocks' arguments depend on outputs of earlier blocks.
 
-        The recorders were called again for the first sequence, with other hidden states passed on.
+        Call it after a second run of the first sequence in which the recorders returned different hidden states.
         """
         if not all(same_values(self._first[spot], value) for spot, value in _tensors(recorders)):
             raise _refusal("values that depend on outputs of earlier blocks")
@@ -393,7 +393,7 @@ class Calls:
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are equal, including NaN values."""
+    """Return whether two tensors have equal shapes and values; NaN equals NaN."""
     if one is other or one.shape != other.shape or torch.equal(one, other):
         return one.shape == other.shape
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,4 +1,4 @@
-"""A decoder block under calibration: its activations, and its weights, which methods replace one by one."""
+"""A decoder block under calibration: statistics of its layers' inputs, and replacement of its weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quantkit.system.memory import MemoryTrimmer
 
 @dataclass
 class Stream:
-    """A block of the quantized or unquantized model, with its input states, or its output states once `done`."""
+    """One decoder block of the quantized or unquantized model, with its input states (output states once `done`)."""
 
     index: int
     module: nn.Module
@@ -31,7 +31,7 @@ class Stream:
     done: bool = False
 
     def call(self, sequences: Sequence[int], values: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Return the block's output (B, T, D) for some sequences; `values` may replace parameters."""
+        """Return the block's output (B, T, D) for some sequences; `values` replace parameters by name."""
         device = next(self.module.parameters()).device
         hidden = self.states.select(sequences).to(device)
         return hidden_of(self.states.call(self.index, self.module, sequences, hidden, values))
@@ -43,18 +43,18 @@ class Stream:
         self.done = True
 
     def storages(self) -> set[int]:
-        """Return the addresses of storages that all batches share: arguments, weights and stores."""
+        """Return the addresses of the storages that all batches share: arguments, weights and stores."""
         held: list[Any] = [*self.module.parameters(), *self.module.buffers(), self.states, *self.states.shared.stores()]
         held += self.states.arguments[self.index]
         return {storage.data_ptr() for storage in storages_in(held)}
 
 
 class Block:
-    """A decoder block, number `index`, with real weights; its `inputs` become those of the next block.
+    """Decoder block `index` with its weights; `finish` turns its `inputs` into the next block's inputs.
 
-    `exact`: the stream of the unquantized model for the first or all sequences, if the walk has one. Between
-    two groups of layers, batches wait in memory, or beyond a limit in `offload_file`.
-    `input_scales`: by layer, the (K,) divisors of inputs here, unlike in the unquantized block.
+    `exact`: the same block of the unquantized model with its own activations, for the first or all sequences; None if
+    the walk has none. Batches that wait between two groups of layers use memory, beyond a limit `offload_file`.
+    `input_scales`: by layer name, the (K,) divisors of the layer's inputs that the unquantized block does not have.
     """
 
     def __init__(
@@ -74,8 +74,7 @@ class Block:
         self.input_scales: dict[str, torch.Tensor] = {}
 
     def batches(self) -> list[tuple[int, int]]:
-        """Return the bounds of batches; all sequences of a batch also go through the unquantized block, or
-        none do."""
+        """Return (start, stop) of each batch; the unquantized stream has all of a batch's sequences, or none."""
         return self.inputs.batches(self._batch_tokens, self._exact_count)
 
     @property
@@ -83,7 +82,7 @@ class Block:
         return 0 if self.exact is None else len(self.exact.states)
 
     def groups(self) -> list[list[str]]:
-        """Return linear layers in execution order; layers with the same input are grouped."""
+        """Return the names of the linear layers in execution order, grouped by shared input tensor."""
         seen: list[tuple[torch.Tensor, list[str]]] = []
 
         def note(name: str, x: torch.Tensor) -> None:
@@ -102,11 +101,11 @@ class Block:
     def collect(
         self, names: list[str], gather: Gather, *, keep_outputs: bool = False, sequences: int | None = None
     ) -> None:
-        """Pass (weight name, inputs (tokens, K)) of the named layers to `gather`, batch by batch.
+        """Call `gather(weight name, inputs (tokens, K))` for the named layers, batch by batch.
 
-        `names` are in execution order. The block runs only up to the last layer's input, or with
-        `keep_outputs` to its end, which prepares the next block's inputs. With `sequences` it runs only over the
-        batches of the first `sequences` sequences.
+        `names` are in execution order. The block stops at the last named layer's input, or with `keep_outputs` runs to
+        its end and writes the next block's inputs. `sequences`: use only the batches that contain the first `sequences`
+        ones.
         """
 
         def see(name: str, x: torch.Tensor) -> None:
@@ -134,9 +133,9 @@ class Block:
     def hessians(
         self, groups: list[list[str]], gather: Gather = lambda _name, _x: None, sequences: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return H = mean of x x^T over all calibration tokens, (K, K) float32, by the first name of each group.
+        """Return H = E[x x^T] over all calibration tokens, (K, K) float32, by the first layer name of each group.
 
-        `gather` and `sequences`: see `collect`. Raises SourceError if a layer's inputs are not finite.
+        `gather`, `sequences`: as in `collect`. Raises SourceError if a layer's inputs are not finite.
         """
         grams = {names[0]: self.moments.empty(names[0]) for names in groups}
 
@@ -148,10 +147,10 @@ class Block:
         return {name: self.moments.group([name], gram, self.collect).hessian for name, gram in grams.items()}
 
     def for_each_group(self, visitor: Callable[[LinearGroup], None], *, keep_outputs: bool = True) -> None:
-        """Stop before each group of the block, in execution order, and pass its statistics to `visitor`.
+        """Pause the block before each group of layers, in execution order, and call `visitor` with its statistics.
 
-        The visitor may replace the group's weights; the rest of the block then runs with the new ones (true
-        sequential). `keep_outputs` prepares the next block's inputs.
+        The visitor may replace the group's weights; the rest of the block then runs with the new weights ("true
+        sequential" in GPTQ). `keep_outputs` writes the next block's inputs.
         """
         groups, full = self.groups(), self.exact
         streams = [self.stream] if full is None else [self.stream, full]
@@ -197,7 +196,7 @@ class Block:
             self.stream.done = keep_outputs
 
     def _add(self, gram: Gram, name: str, batch: Batch, exact: Batch | None, at: int) -> None:
-        """Add the inputs at the place `at` of a batch, and of the same batch in the unquantized stream."""
+        """Add to `gram` a batch's inputs at stop `at`, paired with the unquantized block's inputs if they match."""
         if batch.at != at:
             return
         x = batch.x.reshape(-1, batch.x.shape[-1])
@@ -212,7 +211,7 @@ class Block:
         gram.add(x[::stride], None if other is None else other[::stride])
 
     def finish(self) -> None:
-        """Turn the inputs of this block into those of the next one, in both streams."""
+        """Run the rest of both streams, so that their states become the inputs of the next block."""
         self.stream.finish(self.batches(), self.trimmer)
         if self.exact is not None:
             self.targets()
@@ -220,7 +219,7 @@ class Block:
         self.inputs.shared.next_block()
 
     def targets(self) -> Activations:
-        """Return the outputs of the unquantized block, which are the next one's inputs."""
+        """Return the outputs of the unquantized block; raises ValueError if the walk has no such block."""
         if self.exact is None:
             raise ValueError("this walk has no unquantized blocks")
         batches = [(start, stop) for start, stop in self.batches() if stop <= self._exact_count]
@@ -228,8 +227,7 @@ class Block:
         return self.exact.states
 
     def distance(self, sequences: Sequence[int]) -> float:
-        """How far this block's outputs are from the unquantized one's: the mean over the tokens of |ours - exact|^2 /
-        |exact|^2, of sequences that are in both streams."""
+        """Return the mean of |ours - exact|^2 / |exact|^2 over the output tokens of sequences in both streams."""
         exact = self.targets().select(sequences).to(self.device, torch.float32)
         with torch.no_grad():
             ours = self.inputs.select(sequences) if self.stream.done else self.stream.call(sequences)
@@ -237,11 +235,11 @@ class Block:
         return float((error / exact.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)).mean())
 
     def call_with(self, parameters: dict[str, torch.Tensor], sequences: Sequence[int]) -> torch.Tensor:
-        """Return the outputs (B, T, D) of some sequences, with `parameters` (by full name) replaced."""
+        """Return the outputs (B, T, D) of some sequences with some parameters replaced, by full name."""
         return self.stream.call(
             sequences, {name.removeprefix(self.prefix): value for name, value in parameters.items()}
         )
 
     def replace(self, name: str, value: torch.Tensor) -> None:
-        """Replace a parameter; later statistics and blocks use it."""
+        """Replace a parameter, by full name; later statistics and later blocks use the new value."""
         set_parameter(self.module, name.removeprefix(self.prefix), value.to(self.device, DTYPE))

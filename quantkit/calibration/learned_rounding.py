@@ -1,10 +1,10 @@
-"""Learned rounding: tune a block's codes and scales together, so that its outputs approximate the exact ones.
+"""Learned rounding: train a block's codes and scales so that its outputs approximate the unquantized block's.
 
 Paper: Cheng et al., SignRound (AutoRound), arXiv:2309.05516: signed gradient descent on rounding offsets and ranges,
-block by block. Differs from the paper: it starts from GPTQ's or AWQ's solution instead of plain rounding; inputs
-come from the quantized model, targets from the unquantized one; a token's error is relative to its size;
-scales are tuned directly; the result is the state with the least error on held-out calibration sequences, and
-training ends when that error stops falling.
+block by block. Differences: training starts from GPTQ's or AWQ's codes instead of plain rounding; inputs come from the
+quantized model, targets from the unquantized one; each token's error is divided by its magnitude; scales are trained
+directly; the result is the state with the least error on held-out calibration sequences, and training ends when that
+error stops falling.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from quantkit.system.ranks import Shards
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One sequence in `share` is held out. Its loss is measured every `interval` steps and after the last.
+    """Held-out validation: one sequence in `share` is held out; its loss is measured every `interval` steps.
 
-    With `patience`, training ends in its second half after that many measurements in a row without a new best.
+    With `patience`, training stops in its second half after that many measurements in a row without a new best.
     """
 
     share: int
@@ -38,29 +38,29 @@ class HeldOut:
 
 
 class Student(Protocol):
-    """Something to train, on batches of sequence numbers."""
+    """Interface of a model that `train` trains; batches are lists of sequence numbers."""
 
     def measure(self, sequences: list[int]) -> float:
-        """Return the mean loss of held-out sequences."""
+        """Return the mean loss on these held-out sequences."""
 
     def step(self, number: int, sequences: list[int], first: float) -> None:
         """Do one training step; `first` is the held-out loss before training."""
 
     def keep(self) -> None:
-        """Save the state as the best one."""
+        """Save the current state as the best one."""
 
     def report(self, first: float, best: float) -> None:
-        """Report, after each step, the held-out losses before training and of the best state."""
+        """Report, after each step, the held-out loss before training and the best one so far."""
 
 
 def train(
     student: Student, sequences: int, batch: int, steps: int, held_out: HeldOut, seed: int, shards: Shards
 ) -> None:
-    """Train on batches of `batch` of the `sequences`, in an order that depends only on `seed` and the numbers.
+    """Train `student` for at most `steps` steps on batches of `batch` of its `sequences` sequences.
 
-    Each of several processes has its own `sequences` and takes its share of `batch`; losses are of all
-    together. All call `measure` and `step` at the same times, so a process with fewer held-out sequences measures some
-    twice.
+    The order depends only on `seed` and the counts. With several processes, each has its own `sequences` and its share
+    of `batch`; losses are averaged over all processes. All processes call `measure` and `step` equally often, so one
+    with fewer held-out sequences measures some twice.
     """
     held = list(range(held_out.share - 1, sequences, held_out.share))
     trained = [number for number in range(sequences) if (number + 1) % held_out.share]
@@ -107,7 +107,7 @@ LEAST_SIZE = 1e-3  # share of the median token's mean square added to every toke
 
 
 class Learned(Strict):
-    """Options of methods whose result can be refined."""
+    """Options of methods that can refine their result by learned rounding and scale tuning."""
 
     refine: bool = Field(
         False, description="also learn each block's rounding and tune all scales end to end; better but much slower"
@@ -126,10 +126,10 @@ class Learned(Strict):
 
 @dataclass(frozen=True)
 class Training:
-    """How a block's rounding is trained, in a number of steps.
+    """Hyperparameters of learned rounding.
 
-    `code_rate`: initial step size of a position, in codes; `scale_rate`: of a scale, as a share of it.
-    Both rates fall linearly to zero. `margin`: least initial distance of a position from the border to the next code.
+    `code_rate`: initial step size of a position, in codes; `scale_rate`: initial step size of a scale, relative to it.
+    Both fall linearly to zero. `margin`: least initial distance of a position from the rounding border, in codes.
     """
 
     steps: int = 60
@@ -163,7 +163,7 @@ class _Latent:
         return self.codes().sub_(self.zero).mul_(self.layer.spread(self.stored()))
 
     def step(self, gradient: torch.Tensor, code_rate: float, scale_rate: float) -> None:
-        """Move against the sign of the loss's gradient with respect to the value (N, K)."""
+        """Take one signed gradient step; `gradient` (N, K) is the loss's gradient w.r.t. the dequantized weight."""
         towards = gradient * self.codes().sub_(self.zero)
         self.stretch.sub_(torch.sign(self.layer.sums(towards)).mul_(self.sign), alpha=scale_rate)
         # For a negative scale, a larger code is a smaller value.
@@ -180,7 +180,7 @@ class _Latent:
 
 
 def refuse_few_sequences(job: Job) -> None:
-    """Raise RecipeError if a process gets too few calibration sequences to hold some out."""
+    """Raise RecipeError if any process would have too few calibration sequences to hold some out."""
     asked, shards, least = job.recipe.calibration, job.shards, 2 * HELD_OUT.share
     batch = batch_size(asked.length)
     bounds = (shards.sequences(asked.sequences, batch, rank) for rank in range(shards.size))
@@ -195,12 +195,11 @@ def refuse_few_sequences(job: Job) -> None:
 def refine(
     block: Block, layers: dict[str, GroupedWeight], weights: dict[str, torch.Tensor], training: Training, seed: int
 ) -> dict[str, GroupedWeight]:
-    """Tune `layers` of the block and return them.
+    """Train the codes and scales of `layers`, put the results into the block, and return them by name.
 
-    `weights` are the unquantized (N, K) float32; the walk needs the unquantized stream of all sequences. The tuned
-    values are put into the block; its inputs are unchanged. The order of batches depends only on `seed` and the
-    block's index. Each of several processes trains on its own sequences, and all move by the sum of their
-    gradients.
+    `weights` are the unquantized weights (N, K) float32. The walk must run the unquantized blocks for all sequences.
+    The block's inputs are unchanged. The order of batches depends only on `seed` and the block's index. With several
+    processes, each trains on its own sequences, and all follow the sum of their gradients.
     """
     student = _BlockStudent(block, layers, weights, training)
     count, length, _ = block.inputs.shape
@@ -249,4 +248,4 @@ class _BlockStudent:
             latent.keep()
 
     def report(self, first: float, best: float) -> None:
-        """Do nothing."""
+        """Report nothing: the walk has its own progress."""

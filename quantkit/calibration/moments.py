@@ -1,4 +1,4 @@
-"""Second moments of the inputs of a block's linear layers, which methods use for rounding."""
+"""Second moments E[x x^T] of the inputs of a block's linear layers, from which methods compute their rounding."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Gather = Callable[[str, torch.Tensor], None]  # called with a weight's name and 
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Linear layers `names` with the same input, and its H = E[x x^T] (K, K) float32.
+    """Linear layers `names` that share one input x, with `hessian` H = E[x x^T], (K, K) float32.
 
-    cross is E[(exact - x) x^T] (K, K) float32 or None; exact is the input in the unquantized model. If it is
-    known for some inputs only, `paired` is their E[x x^T].
+    `cross` is E[(exact - x) x^T], (K, K) float32, where exact is the same input in the unquantized model, or None. If
+    exact is known for some tokens only, `paired` is E[x x^T] over these tokens.
     """
 
     names: list[str]
@@ -34,12 +34,12 @@ class LinearGroup:
 
 @dataclass
 class Moments:
-    """The second moments of a block's inputs over the `all_tokens` tokens of all `shards`.
+    """Second moments of a block's inputs over the `all_tokens` tokens of all processes in `shards`.
 
-    `linears` are the block's linear layers by full weight name. If a layer that is not an expert gets twice `ample`
-    tokens per column, every second token is used (0: always all). With `exact`, there are moments with the unquantized
-    model's inputs, too. `few` is called with each layer of an expert that saw too few tokens; `tokens` counts the
-    tokens of a group's first layer.
+    `linears`: the block's linear layers by full weight name. If a layer outside experts gets at least 2 * `ample`
+    tokens per column, only every second token is used (0: always all). `exact`: also compute moments with the
+    unquantized model's inputs. `few` is called with the name of each expert's layer that saw too few tokens; `tokens`:
+    number of tokens by the first layer of each group.
     """
 
     linears: dict[str, nn.Linear]
@@ -56,15 +56,15 @@ class Moments:
         return Gram(self.linears[name].in_features, self.device, exact)
 
     def stride(self, name: str) -> int:
-        """Return the stride of used tokens of a layer, if they are compared with the unquantized model's."""
+        """Return 2 if every second token of a layer suffices (see `ample`), else 1."""
         enough = 2 * self.ample * self.linears[name].in_features
         return 2 if self.ample and expert_of(name) is None and self.all_tokens >= enough else 1
 
     def group(self, names: list[str], gram: Gram, collect: Callable[[list[str], Gather], None]) -> LinearGroup:
-        """Return the moments of layers with the same input; `gram` has this process's sums.
+        """Return the moments of the layers `names`, which share an input; `gram` has this process's sums.
 
-        An expert with too few tokens gets the moments of all experts' inputs in its block, which `collect` passes
-        on. Raises SourceError if inputs are not finite.
+        An expert with too few tokens gets the moments of all experts' inputs in its block, gathered with `collect`.
+        Raises SourceError if inputs are not finite.
         """
         self._join(gram)
         self.tokens[names[0]] = gram.tokens

@@ -1,8 +1,8 @@
-"""Passes through a model's decoder blocks besides the walk: embedding, forward, and backward.
+"""Passes through a model's decoder blocks other than the calibration walk: embedding, forward and backward.
 
-Embedding: token ids become the first block's inputs, with the arguments of every block. Forward and backward: blocks
-run one by one on their inputs, and once more for gradients. Evaluated windows of text are also embedded and run
-forward, some thousand tokens at a time.
+Embedding turns token ids into the first block's inputs and records the arguments of every block. Forward and backward
+passes run the blocks one by one; the backward pass runs each block again to get gradients. Evaluation uses the
+embedding and the forward pass for its windows of text, some thousand tokens at a time (`WindowWalk`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ WAVE_TOKENS = 1 << 14  # tokens of windows that pass all blocks together
 
 
 class Values(Protocol):
-    """A model's values by the names of its skeleton's parameters, from any source."""
+    """Reader of a model's parameters by their names in the skeleton."""
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """Return a parameter outside the blocks, in its shape."""
+        """Return a parameter outside the blocks, in its module's shape."""
 
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Return some of its rows, (len(rows), ...), if possible without reading others."""
+        """Return the given rows of a parameter, (len(rows), ...), if possible without reading other rows."""
 
 
 @dataclass(frozen=True)
 class SourceValues:
-    """The values of a source."""
+    """Reader of a source's parameters by their names in the skeleton; see `Values`."""
 
     source: Source
     skeleton: Skeleton
@@ -68,10 +68,10 @@ def embed(
     room: float = 0,
     dtype: torch.dtype = DTYPE,
 ) -> Activations:
-    """Embed (S, T) ids as hidden states (S, T, D) in `dtype`, with the arguments of each block.
+    """Embed token ids (S, T) as hidden states (S, T, D) in `dtype`, and record the arguments of each block.
 
-    Only the rows of occurring tokens are loaded of token embeddings. Values beyond `room` bytes go to files
-    at `path`. Raises UnsupportedError if blocks' arguments cannot be stored.
+    Of the token embeddings only the rows of occurring tokens are loaded. Values beyond `room` bytes go to files at
+    `path`. Raises UnsupportedError if the blocks' arguments cannot be stored.
     """
     blocks, config, base = skeleton.blocks, skeleton.model.config, skeleton.model.base_model
     real_blocks = list(blocks)
@@ -115,7 +115,7 @@ def _recorded(
     room: float,
     dtype: torch.dtype,
 ) -> Activations:
-    """Return `run`'s hidden states for each row of ids, and the blocks' arguments."""
+    """Return activations with `run`'s hidden states for every row of `ids`, and with the blocks' arguments."""
     hidden = run(ids[0])
     if hidden.ndim not in (3, 4) or hidden.shape[-3] != 1:
         raise UnsupportedError(
@@ -151,9 +151,9 @@ def _recorded(
 
 
 class Passes:
-    """Passes through the blocks, forward and backward, with one block's weights and one batch in memory.
+    """Forward and backward passes through the blocks, with one block's weights and one batch in memory.
 
-    `as_tuple`: whether the last run block returns a tuple.
+    `as_tuple`: whether the last block that ran returned a tuple. `tokens`: size of a batch.
     """
 
     def __init__(self, job: Job, tokens: int) -> None:
@@ -165,11 +165,11 @@ class Passes:
     def block(
         self, index: int, instead: Callable[[str], torch.Tensor | None] = lambda _name: None
     ) -> AbstractContextManager[nn.Module]:
-        """Return block `index` with its weights: the source's, or those that `instead(full name)` returns."""
+        """Return a context that loads block `index`; `instead(full name)` may return a value to use for a parameter."""
         return load_block(self._job.source, self._job.skeleton, index, self.device, DTYPE, instead)
 
     def forward(self, index: int, inputs: Activations, outputs: Activations) -> None:
-        """Run block `index`, which has its weights; `outputs` may be the store of `inputs`."""
+        """Run block `index`, whose weights are loaded, on `inputs`; `outputs` may be the same object."""
         with torch.no_grad():
             block, batches = self._job.skeleton.blocks[index], inputs.batches(self._tokens)
             self.as_tuple = isinstance(inputs.advance(index, block, batches, outputs), tuple)
@@ -179,10 +179,10 @@ class Passes:
     def backward(
         self, index: int, inputs: Activations, slopes: Activations, others: Iterable[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Run block `index` again, and turn a loss's gradients in `slopes` from its outputs to its inputs.
+        """Backpropagate through block `index`: gradients w.r.t. its outputs, `slopes`, become those w.r.t. its inputs.
 
-        Gradients of shared values go from blocks that use them to the block that puts them; run the last block first.
-        Yields each batch's gradients by `others`, whose tensors may be set while the batch runs.
+        The block runs again for this; call the last block first. Gradients w.r.t. shared values go to the block that
+        wrote the values. Yields each batch's gradients w.r.t. `others`, which may be filled while the batch runs.
         """
         if index + 1 == len(inputs.arguments):
             self._slopes = Shared(len(inputs), inputs.path)
@@ -212,10 +212,10 @@ class Passes:
 
 @dataclass(frozen=True)
 class WindowWalk:
-    """Runs windows of text through the blocks, with one block's weights in memory at a time.
+    """Forward pass of windows of text, with one block's weights in memory at a time.
 
-    `block(index)` returns a block with its weights, which may be freed at the end. Hidden states are in `dtype`; above
-    `offload_bytes` they are in a file in the system's temporary folder.
+    `block(index)` returns a context with the block's weights. Hidden states are in `dtype`; above `offload_bytes` they
+    are in a file in the system's temporary folder.
     """
 
     skeleton: Skeleton
@@ -227,11 +227,10 @@ class WindowWalk:
     progress: Progress
 
     def outputs(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], Output]]:
-        """Yield the last block's return value, (B, T, D), batch by batch in order.
+        """Yield (windows of a batch, the last block's return value) in order; hidden states are (B, T, D).
 
-        If a token has several hidden states, it is (states, B, T, D).
-
-        Raises UnsupportedError if blocks cannot be computed one by one.
+        Models with several hidden states per token give (states, B, T, D). Raises UnsupportedError if the model's
+        blocks cannot be computed one by one.
         """
         for number, wave in enumerate(_waves(windows), 1):
             with ExitStack() as stack:
@@ -260,7 +259,7 @@ class WindowWalk:
         return runs
 
     def _through(self, stores: list[Activations], number: int) -> bool:
-        """Run a wave through all blocks; return whether the last one returns tuples."""
+        """Run all blocks on the activations `stores` of wave `number`; return whether the last block returns tuples."""
         blocks = len(self.skeleton.blocks)
         count = sum(len(store.batches(BATCH_TOKENS)) for store in stores)
         out: Output = ()

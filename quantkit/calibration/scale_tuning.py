@@ -1,10 +1,10 @@
-"""Tune scales end to end: with fixed codes, bring the model's outputs near the source's.
+"""Tune scales end to end: with fixed codes, bring the quantized model's outputs close to the source's.
 
 Minimizes the Kullback-Leibler divergence of the quantized model's next-token distribution from the source's on the
-calibration text, over the scales of all layers at once, by Adam (Kingma and Ba, arXiv:1412.6980). Training the step
-sizes of a quantized model end to end is the second phase of EfficientQAT (Chen et al., arXiv:2407.11062); here the
-source's distribution is the target instead of the text's tokens. One decoder block is in memory at a time: the forward
-pass stores each block's inputs, the backward pass runs each block again.
+calibration text, over the scales of all layers at once, by Adam (Kingma and Ba, arXiv:1412.6980). End-to-end training
+of step sizes is the second phase of EfficientQAT (Chen et al., arXiv:2407.11062); here the source's distribution is the
+target instead of the text's tokens. One decoder block is in memory at a time: the forward pass stores each block's
+inputs, and the backward pass runs each block again.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Values = Callable[[str], Mapping[str, torch.Tensor | GroupedWeight | ScaledWeigh
 
 @dataclass(frozen=True)
 class Tuning:
-    """Number of steps, and the largest relative change of a 4-bit scale per step; it falls to 0 as a cosine."""
+    """Hyperparameters: number of steps, and the first relative step of a 4-bit scale, which decays as a cosine."""
 
     steps: int
     rate: float = 2e-3
 
 
 class _Scales:
-    """The scales of one layer under training: scale * (1 + stretch), with Adam's two moments; all (N, G) float32."""
+    """Scales of one layer in training: scale * (1 + stretch), with Adam's two moments; all (N, G) float32."""
 
     def __init__(self, layer: GroupedWeight) -> None:
         self.scale = layer.scales.to(torch.float32)
@@ -61,7 +61,7 @@ class _Scales:
         return stored_scale(self.scale * (1 + self.stretch))
 
     def step(self, gradient: torch.Tensor, rate: float, count: int) -> None:
-        """Do Adam's step `count` (from 1) against the loss's gradient by the stretch."""
+        """Take Adam's step number `count` (from 1); `gradient` (N, G) is the loss's gradient w.r.t. `stretch`."""
         self.first.lerp_(gradient, 1 - BETAS[0])
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         mean = self.first / (1 - BETAS[0] ** count)
@@ -70,9 +70,9 @@ class _Scales:
 
 
 class _ScaleStudent:
-    """The quantized model, with one block's weights at a time, and its scales under training.
+    """The quantized model with its scales in training; one block's weights are in memory at a time.
 
-    `inputs` are the first block's inputs, `targets` the outputs of the source's last block.
+    `inputs`: the first block's inputs; `targets`: the outputs of the source's last block.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _ScaleStudent:
 
     @contextmanager
     def _block(self, index: int) -> Iterator[dict[str, GroupedWeight]]:
-        """Yield the quantized layers of block `index`, loaded with the current scales."""
+        """Load block `index` with the current scales; yield its quantized layers by weight name."""
         stored = self._values(self._skeleton.block_prefix(index))
         layers: dict[str, GroupedWeight] = {}
 
@@ -144,7 +144,7 @@ class _ScaleStudent:
         self._trimmer.trim()
 
     def _divergence(self, hidden: Activations, targets: torch.Tensor, as_slopes: bool = False) -> float:
-        """Return the mean divergence of the last hidden states; `as_slopes` replaces these by gradients."""
+        """Return the mean divergence, nats per token; `as_slopes`: overwrite `hidden` with gradients w.r.t. it."""
         states = hidden.read()
         flat, exact = (x.to(self._passes.device).flatten(-3, -2) for x in (states, targets))
         slopes = torch.empty_like(flat) if as_slopes else None
@@ -174,7 +174,7 @@ def _added(batches: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def tuning_bytes(shapes: Shapes) -> int:
-    """Return tuning's peak bytes for the forecast, mostly of one block's backward pass."""
+    """Return the forecast of tuning's peak memory in bytes, mostly one block's backward pass."""
     flows = shapes.blocks * BATCH_TOKENS * shapes.hidden * 2
     head = shapes.vocabulary * (shapes.hidden * 2 + HEAD_TOKENS * 2 * 3)
     graph = PASS_TOKENS * (12 * shapes.hidden + 6 * shapes.widest) * 2
@@ -182,9 +182,9 @@ def tuning_bytes(shapes: Shapes) -> int:
 
 
 def divergence(exact: torch.Tensor, ours: torch.Tensor, gradient: torch.Tensor | None = None) -> float:
-    """Sum over the rows of KL(softmax(exact) || softmax(ours)), logits (n, V) of any float dtype, computed in float32.
+    """Return the sum over rows of KL(softmax(exact) || softmax(ours)) in nats, for logits (n, V), in float32.
 
-    With `gradient` (n, V), the gradient by `ours`, softmax(ours) - softmax(exact), is written to it; it may be `exact`.
+    `gradient` (n, V), if given, gets the gradient w.r.t. `ours`: softmax(ours) - softmax(exact). It may be `exact`.
     """
     total = 0.0
     step = max(1, SLAB_ELEMENTS // exact.shape[1])
@@ -203,9 +203,9 @@ def divergence(exact: torch.Tensor, ours: torch.Tensor, gradient: torch.Tensor |
 def tune(job: CheckedJob, run: Run, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
     """Return the tuned scales (N, G) float32 of every quantized layer, by weight name.
 
-    values(prefix) returns the quantized model's parameters of the block with that prefix, by full name; others
-    are the source's. `targets` are the outputs of the source's last block. If the held-out part of the
-    calibration does not improve, scales stay. Each of several processes has the `targets` of its own sequences.
+    values(prefix) returns the quantized model's parameters of the block with that name prefix, by full name; all other
+    parameters are the source's. `targets`: outputs of the source's last block. The scales stay as they are unless the
+    loss on held-out sequences improves. With several processes, each has the `targets` of its own sequences.
     """
     path, every = run.folder / "tuning.offload", tokens_of(job).ids
     ids, device = torch.from_numpy(own_sequences(every, len(every), job.shards)[0]), torch.device(job.device)
@@ -224,6 +224,6 @@ def tune(job: CheckedJob, run: Run, values: Values, tuning: Tuning, targets: Act
 
 
 def tune_scales(job: CheckedJob, run: Run, writer: TensorWriter, steps: int, targets: Activations) -> None:
-    """Tune the scales of all quantized layers in `writer`, and replace them there."""
+    """Tune the scales of all quantized layers in `writer` for `steps` steps, and replace them there."""
     for name, scales in tune(job, run, writer.block, Tuning(steps), targets).items():
         writer.replace_scales(name, scales)

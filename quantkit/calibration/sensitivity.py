@@ -1,14 +1,14 @@
-"""Estimate, to second order, how far changing one tensor moves the model's next-token distribution.
+"""Estimate how much changing one tensor moves the model's next-token distribution, to second order.
 
-For a small change of weights the Kullback-Leibler divergence from the source is half the change weighed by the Fisher
-information (Amari, Natural Gradient Works Efficiently in Learning, 1998). Here, for a tensor's change D: half the mean
-over all tokens of (sum of dL/dW * D)^2, where L is the negative log-likelihood of tokens that are drawn from the
-model's own distribution, and dL/dW is the token's part of the gradient, (dL/dy) x^T of a layer y = W x. Cross terms
-between tokens and between tensors are ignored, so estimates of several tensors can be added.
+For a small change of the weights, the Kullback-Leibler divergence from the source is half the quadratic form of the
+Fisher information in the change (Amari, Natural Gradient Works Efficiently in Learning, 1998). For a tensor's change D,
+the estimate is half the mean over tokens of (sum of dL/dW * D)^2. L is the negative log-likelihood of a token drawn
+from the model's own distribution; dL/dW is the token's part of the gradient, (dL/dy) x^T for a layer y = W x. Cross
+terms between tokens and between tensors are ignored, so estimates of several tensors can be added.
 
-One decoder block is in memory at a time: the forward pass stores each block's inputs in a file, the backward
-pass runs each block again. A layer's inputs and gradients are stored while its changes are tried, one by one.
-Estimates are cached, so another choice for the same model and text costs nothing.
+One decoder block is in memory at a time: the forward pass stores each block's inputs in a file, and the backward pass
+runs each block again. A layer's inputs and gradients are in memory while its changes are tried, one by one. Estimates
+are cached: another choice of bits for the same model and text computes nothing again.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ Make = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 @dataclass(frozen=True)
 class Changes:
-    """Possible changes of a tensor: `kinds`, and `make(kind, weight, importance)`, which returns the changed weight.
+    """Changes of a tensor to try: `kinds`, and `make(kind, weight, importance)`, which returns the changed weight.
 
-    weight and result are (N, K) float32, importance (K,) float32 is the mean square of each input, or None for
-    embedding and head, which are passed some rows at a time: the change of a row must depend on that row alone.
-    With `rows`, only about that many of a linear layer's rows are tried and represent all. If rows are rounded
+    Weight and result are (N, K) float32; importance is the mean square of each input, (K,) float32. For the embedding
+    and the head it is None, and some rows are passed at a time, so a row's change must depend on that row alone.
+    `rows`: number of a linear layer's rows to try, which represent all (None: try all). If rows are rounded
     independently, the effects of their errors on a token are independent, so their squares add up.
     """
 
@@ -67,10 +67,10 @@ class Changes:
     rows: int | None = None
 
     def tried(self, slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tried rows of a layer, int64, and how many rows each represents, float32.
+        """Return the rows of a layer to try, (n,) int64, and how many rows each represents, (n,) float32.
 
-        slopes (N,) float32 are the squared gradients of the loss by each output: half of the rows are those where they
-        are largest, the others are spread evenly over the rest.
+        `slopes` (N,) float32 are the sums of squared gradients of the loss w.r.t. each output. Half of the tried rows
+        have the largest slopes; the others are spread evenly over the rest.
         """
         order, count = slopes.argsort(descending=True), len(slopes)
         if self.rows is None or count <= self.rows:
@@ -88,10 +88,10 @@ Propose = Callable[[str], Changes | None]
 def kept_sensitivities(
     job: CheckedJob, run: Run, kinds: Mapping[str, tuple[str, ...]], make: Make, maker: str, rows: int | None = None
 ) -> Scores:
-    """Return the estimates of `sensitivities` for these `kinds` by tensor, from the user's cache if possible.
+    """Return the estimates of `sensitivities` for the `kinds` of each tensor, from the user's cache if possible.
 
-    `maker` identifies everything besides the kind that affects `make`; `rows`: see `Changes`. Raises SourceError
-    if an estimate is not finite.
+    `maker` identifies everything except the kind that affects `make`; `rows`: see `Changes`. Raises SourceError if an
+    estimate is missing or not finite.
     """
     path = _kept_at(job, f"{maker}, {rows} rows")
     cached = read_scores(path)
@@ -109,7 +109,7 @@ def kept_sensitivities(
 
 
 def read_scores(path: Path) -> Scores:
-    """Return cached scores; none unless the file has a finite number for each kind of each tensor."""
+    """Return the cached scores in a file; an empty dict if it is missing or has a value that is not a finite number."""
     try:
         return TypeAdapter(dict[str, dict[str, FiniteFloat]]).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError):
@@ -117,7 +117,7 @@ def read_scores(path: Path) -> Scores:
 
 
 def _kept_at(job: CheckedJob, maker: str) -> Path:
-    """Return the cache file of the scores of this source, text and maker."""
+    """Return the path of the cache file for this source, calibration text and `maker`."""
     digest = hashlib.sha256()
     for part in (VERSION, SEQUENCES, maker, job.recipe.seed, sorted(job.source.hashes.items())):
         digest.update(f"{part}\n".encode())
@@ -126,23 +126,23 @@ def _kept_at(job: CheckedJob, maker: str) -> Path:
 
 
 def tokens_measured(spec: CalibrationSpec) -> int:
-    """Return the most calibration tokens that the estimates use."""
+    """Return the number of calibration tokens that the estimates use, at most."""
     return min(SEQUENCES, spec.sequences) * spec.length
 
 
 def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int, vocabulary: int = 0, inputs: int = 0) -> int:
-    """Return the bytes of the measurement's temporary files, which hold each block's inputs.
+    """Return the bytes of the measurement's temporary files, which store each block's inputs.
 
-    With `vocabulary` > 0 (rows of the head) they also hold the gradients of the logits; with `inputs` > 0 also that
-    many values per block and token of a token table.
+    `vocabulary` (rows of the head, if its changes are tried) adds the gradients w.r.t. the logits; `inputs` adds that
+    many values per block and token of a per-block token table.
     """
     return ((blocks + 1) * hidden + vocabulary + blocks * inputs) * tokens_measured(spec) * DTYPE.itemsize
 
 
 def peak_bytes(spec: CalibrationSpec, shapes: Shapes, with_head: bool = False) -> dict[str, int]:
-    """Return the bytes of memory by phase: a block with the inputs and gradients of its layers, and the output head.
+    """Return the peak memory in bytes by phase: a block with its layers' inputs and gradients, and the output head.
 
-    `with_head`: changes of embedding and head are tried, too.
+    `with_head`: changes of the embedding and the head are tried, too.
     """
     tokens = tokens_measured(spec)
     layers = sorted((rows + columns for rows, columns in shapes.layers), reverse=True)[:DENSE_LAYERS]
@@ -160,10 +160,10 @@ def peak_bytes(spec: CalibrationSpec, shapes: Shapes, with_head: bool = False) -
 
 
 def sensitivities(job: CheckedJob, run: Run, propose: Propose) -> Scores:
-    """Return the estimated divergence in nats per token, by tensor (the skeleton's name) and kind of change.
+    """Return the estimated divergence in nats per token, by tensor (name in the skeleton) and kind of change.
 
-    `propose(name)` returns the changes of a tensor to try. It is called for the blocks' linear layers, the token
-    embedding, the output head, and a table of per-block token inputs. The first `SEQUENCES` sequences of the
+    `propose(name)` returns the changes of a tensor to try, or None. It is called for the blocks' linear layers, the
+    token embedding, the output head, and a table of per-block token inputs. The first `SEQUENCES` sequences of the
     calibration text are used.
     """
     ids = torch.from_numpy(tokens_of(job).ids[:SEQUENCES])
@@ -192,7 +192,7 @@ def sensitivities(job: CheckedJob, run: Run, propose: Propose) -> Scores:
 
 
 class _Measurement:
-    """A forward and a backward pass that sum the squared effect of each change over tokens, by tensor and kind."""
+    """A forward and a backward pass that record each change's effect on every token, by tensor and kind."""
 
     def __init__(self, job: CheckedJob, propose: Propose, ids: torch.Tensor, path: Path) -> None:
         self._job, self._skeleton, self._propose, self._ids, self._path = job, job.skeleton, propose, ids, path
@@ -211,7 +211,7 @@ class _Measurement:
             store.close()
 
     def scores(self) -> Scores:
-        """Return half the mean squares over all tokens; tokens that an expert does not see count as zero."""
+        """Return half the mean square effect over all tokens; tokens that an expert does not see count as zero."""
         count = self._ids.numel()
         return {
             name: {kind: float(effect.double().square().sum()) / count / 2 for kind, effect in kinds.items()}
@@ -223,9 +223,9 @@ class _Measurement:
             self._passes.forward(index, inputs, outputs)
 
     def head(self, states: Activations) -> None:
-        """Replace the last hidden states by the gradients of the drawn tokens' loss, and try the head's changes.
+        """Replace the final hidden states with gradients of the drawn tokens' loss w.r.t. them; try the head's changes.
 
-        The gradients by the logits, which weigh all changes, are in a file meanwhile.
+        The gradients w.r.t. the logits, which all these changes need, are in a temporary file meanwhile.
         """
         head = load_head(self._job.source, self._skeleton, self._device, DTYPE)
         changes = self._propose(self._head)
@@ -260,7 +260,7 @@ class _Measurement:
                 self._try_head(changes, head.layer.weight.detach(), inputs, given)
 
     def _try_head(self, changes: Changes, weight: torch.Tensor, inputs: list[torch.Tensor], given: Activations) -> None:
-        """Record the effects of all kinds on the drawn tokens' loss, for inputs (n, D) and gradients by logits."""
+        """Record the effect of each kind of change of the head; `inputs`: (n, D), `given`: gradients w.r.t. logits."""
         for kind in changes.kinds:
             change = torch.empty(weight.shape, dtype=DTYPE, device=self._device)
             step = max(1, SLAB_ELEMENTS // weight.shape[1])
@@ -275,7 +275,7 @@ class _Measurement:
             trim_heap()
 
     def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
-        """Turn the gradients by block `index`'s outputs into gradients by its inputs, and try its layers' changes."""
+        """Backpropagate `slopes` through block `index`, from its outputs to its inputs; try its layers' changes."""
         linears, table = self._skeleton.linears_of(index), self._table
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
         given: dict[str, list[torch.Tensor]] = {name: [] for name in (*linears, *([table.name] if table else []))}
@@ -314,9 +314,9 @@ class _Measurement:
                 del seen[name]
 
     def embedding(self, slopes: Activations) -> None:
-        """Try the changes of the token embedding; for a tied one, the effect as the head is already included.
+        """Try the changes of the token embedding; if it is tied to the head, the head's effect is added.
 
-        Ignores all uses except the (first) hidden states.
+        Only the use as the (first) hidden states counts.
         """
         name = self._embedding
         changes = self._propose(name)
@@ -337,7 +337,7 @@ class _Measurement:
             self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect
 
     def table(self) -> None:
-        """Try the changes of the per-block token table, for rows of occurring tokens."""
+        """Try the changes of the per-block token table, in the rows of occurring tokens."""
         table = self._table
         changes = None if table is None else self._propose(table.name)
         if table is None or changes is None:
@@ -364,7 +364,7 @@ class _Measurement:
 
 @contextmanager
 def _watched(linears: dict[str, nn.Linear], note: Callable[[str, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """Pass (weight name, inputs, outputs) of the layers to `note` each time that they run."""
+    """Call `note` with (weight name, inputs, outputs) each time that one of the layers runs."""
 
     def hook(name: str) -> Callable[..., None]:
         return lambda _module, args, out: note(name, args[0], out)
@@ -377,10 +377,10 @@ def _watched(linears: dict[str, nn.Linear], note: Callable[[str, torch.Tensor, t
 
 @dataclass(frozen=True)
 class _InputTable:
-    """A table with a row per token; each block gets a part of the row in addition to the hidden states.
+    """A token table from which each block gets its part of a row, in addition to the hidden states.
 
-    Gemma 3n and 4 (transformers: models/gemma3n and models/gemma4) look a token up in a table of all blocks, multiply
-    the row by `factor`, add a projection of the token's embedding, and pass each block its `width` values.
+    Gemma 3n and 4 (transformers: models/gemma3n and models/gemma4) look a token up in one table for all blocks,
+    multiply the row by `factor`, add a projection of the token's embedding, and pass each block its `width` values.
     """
 
     name: str
@@ -390,7 +390,7 @@ class _InputTable:
 
 
 def _input_table(model: Any) -> _InputTable | None:
-    """Return a model's table, or None if its blocks have no such inputs."""
+    """Return the model's table of per-block token inputs, or None if it has none."""
     width = int(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0) or 0)
     found = [(name, part) for name, part in model.named_modules() if name.endswith("embed_tokens_per_layer")]
     if not width or not found:
@@ -401,7 +401,7 @@ def _input_table(model: Any) -> _InputTable | None:
 
 @contextmanager
 def _as_leaves(block: nn.Module, width: int, outputs: dict[str, torch.Tensor], name: str) -> Iterator[None]:
-    """Make the block's table input (B, T, width) a leaf of the graph within the context, and put it into `outputs`."""
+    """Make the block's table input (B, T, width) a leaf of the autograd graph, and put it into `outputs[name]`."""
 
     def given(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.ndim != 3 or value.shape[-1] != width:

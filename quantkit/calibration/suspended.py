@@ -1,13 +1,13 @@
 """Run batches through a decoder block in stages, while its weights change between stages.
 
-Each batch runs in a greenlet of its own, so that any model code can stop before a layer and continue later with that
-layer's new weights. A waiting batch's tensors are found through its frames; when offloaded, they stay in place and
-lose their storage until the batch continues.
+Each batch runs in its own greenlet, so that any model code can stop before a layer and continue later with the layer's
+new weights. A waiting batch's tensors are found through its stack frames. Offloading moves their storage to a file
+until the batch continues.
 
-Gain over running the block again for each group of layers, with the same bytes: converting the demo model
-with gptq on 32 sequences took 133 seconds of one processor instead of 213, at the same peak of 0.74 GB (AVX-512, one
-thread). A block of 7B shapes has 202 million weights, and its four groups would need products with 477 million, 2.4
-times as many; on 128 sequences of 512 tokens waiting batches hold 2.4 GB at most, which are offloaded to a file.
+The alternative, running the block again for each group of layers, gives the same bytes but is slower: gptq on the demo
+model with 32 sequences took 213 seconds of one core instead of 133, at the same peak of 0.74 GB (AVX-512, one thread).
+A block of 7B shapes has 202 million weights; its four groups would need products with 477 million, 2.4 times as many.
+With 128 sequences of 512 tokens, waiting batches hold at most 2.4 GB, which can be offloaded to a file.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SMALL = 1 << 14  # bytes; smaller tensors are not offloaded
 
 
 class Batch:
-    """A batch inside a block. It stops at numbered places, with the input there in `x`.
+    """A batch on its way through a block; it stops at numbered places, with the next layer's input in `x`.
 
-    `at` is the number of the place, PAST at the end of the block, where `x` is the output. Its tensors go to
-    `offload_file` if memory is short.
+    `at`: number of the current place; -1 before the start, PAST at the end, where `x` is the block's output. The
+    batch's tensors go to `offload_file` if memory is short.
     """
 
     def __init__(self, number: int, run: Callable[[], torch.Tensor], offload_file: OffloadFile) -> None:
@@ -39,7 +39,7 @@ class Batch:
         self._greenlet, self._offload_file = greenlet(run), offload_file
 
     def go_to(self, at: int) -> None:
-        """Run on to the place `at`, or to the first one after it that this batch passes."""
+        """Run on to place `at`, or to the first later place that this batch reaches."""
         while self.at < at:
             self._offload_file.read_back(self)
             self.x = torch.empty(0)  # so that only its frames hold what it still needs
@@ -47,16 +47,16 @@ class Batch:
             self.at, self.x = (PAST, got) if self._greenlet.dead else got
 
     def wait(self) -> None:
-        """Wait while others run; this batch's tensors, including `x`, may be offloaded."""
+        """Pause this batch while others run; its tensors, including `x`, may be offloaded."""
         self._offload_file.arrived(self)
 
     def take(self) -> torch.Tensor:
-        """Return the block's output, and release it here."""
+        """Return the block's output and drop this batch's reference to it."""
         out, self.x = self.x, torch.empty(0)
         return out
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
-        """Return the storages of tensors that its frames hold, by address."""
+        """Return the storages of the tensors in this batch's stack frames, by address."""
         storages: dict[int, torch.UntypedStorage] = {}
         frame = self._greenlet.gr_frame
         while frame is not None:
@@ -75,7 +75,7 @@ class Batch:
 
 
 class Batches:
-    """The batches of one block. Tensors at the addresses `common` are shared by all."""
+    """All batches of one block; tensors with storage addresses in `common` are shared by all of them."""
 
     def __init__(self, offload_file: OffloadFile, common: set[int]) -> None:
         self._offload_file, self._scheduler = offload_file, getcurrent()
@@ -102,7 +102,7 @@ class Batches:
 
 
 def storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of tensors in `values`, including those in tuples, lists, dicts and stores."""
+    """Yield the storages of the tensors in `values`, also of those nested in tuples, lists, dicts and stores."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value.untyped_storage()
@@ -115,9 +115,9 @@ def storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 
 class OffloadFile:
-    """A file for tensors of waiting batches beyond `room` bytes. It is unlinked, so a kill leaves no file.
+    """A temporary file for tensors of waiting batches beyond `room` bytes; it is removed even if the process is killed.
 
-    Tensors with storages at addresses in `common` are shared by all batches and stay in memory.
+    Tensors with storage addresses in `common` are shared by all batches and stay in memory.
     """
 
     def __init__(self, path: Path, room: int) -> None:
@@ -141,9 +141,9 @@ class OffloadFile:
         self._last = None
 
     def arrived(self, batch: Batch) -> None:
-        """Count what `batch` holds now; beyond the limit, offload the batch that arrived before it.
+        """Count the bytes that `batch` holds; if all batches exceed the limit, offload the previous batch.
 
-        Tensors that both share belong to neither alone, and stay.
+        Tensors that both batches share stay in memory.
         """
         held = {address: s for address, s in batch.storages().items() if address not in self.common}
         self._in_memory[batch.number] = sum(storage.nbytes() for storage in held.values())
@@ -152,7 +152,7 @@ class OffloadFile:
             self._put_away(before, held)
 
     def read_back(self, batch: Batch) -> None:
-        """Read the offloaded tensors of `batch` back."""
+        """Read the offloaded tensors of `batch` back into memory."""
         place, _ = self._slots.get(batch.number, (0, 0))
         for storage, size in self._offloaded.pop(batch.number, []):
             storage.resize_(size)

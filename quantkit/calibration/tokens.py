@@ -1,4 +1,4 @@
-"""The token ids that a model is calibrated on, and the passages that an evaluation text shares with them."""
+"""Calibration tokens: draw them from a text, and detect passages that an evaluation text shares with them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from quantkit.system.memory import trim_heap
 
 
 def tokens_of(job: CheckedJob) -> CalibrationTokens:
-    """Return the job's calibration tokens, drawn now if its check has not drawn them."""
+    """Return the job's calibration tokens; draw them if its check has not done so."""
     source, recipe = job.source, job.recipe
     return job.calibration or draw_tokens(source.tokenizer(), recipe.calibration, recipe.seed, source.config)
 
 
 def context_notes(spec: CalibrationSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Note sequences longer than the model's context; raises UnsupportedError if it has no such positions."""
+    """Return a note if sequences exceed the model's context; raises UnsupportedError if it has no such positions."""
     note = note_beyond_context(config, spec.length, "calibration sequences")
     return () if note is None else (note,)
 
@@ -34,10 +34,10 @@ def context_notes(spec: CalibrationSpec, config: Mapping[str, Any]) -> tuple[str
 def draw_tokens(
     tokenizer: Any, spec: CalibrationSpec, seed: int, config: Mapping[str, Any] | None = None
 ) -> CalibrationTokens:
-    """Draw sequences from the calibration text's pieces by `seed`, for the model of a config.json.
+    """Cut the calibration text into sequences and draw some of them by `seed`; `config` is the model's config.json.
 
-    Raises TextError if the user's own text is too short (the bundled sample may give fewer sequences), SourceError
-    or UnsupportedError if the model has no embedding for a token or a position.
+    Raises TextError if the user's own text is too short (the bundled sample may give fewer sequences), SourceError or
+    UnsupportedError if the model has no embedding for a token or a position.
     """
     context_notes(spec, config or {})
     text = load_text(spec.text, "calibration")
@@ -72,10 +72,10 @@ LEAST_SEEN, LEAST_SHARE = 3, 0.005  # of sampled passages; fewer may be common p
 def seen_notes(
     entry: CalibrationEntry | None, text: Text, windows: Sequence[Window], tokenizer: Any
 ) -> tuple[str, ...]:
-    """Return a note if the `windows` of a text share passages with an artifact's calibration text.
+    """Return a note if the evaluation `windows` share passages with an artifact's calibration text.
 
-    Only messages of conversations count, not the chat template. For manifests without
-    passages, only an identical text is noticed.
+    Of conversations only the messages are compared, not the chat template. If the manifest has no passages, the note
+    only reports an identical text.
     """
     if entry is None:
         return ()

@@ -1,9 +1,9 @@
-"""Calibration: one walk over the decoder blocks in order, with one block and its activations in memory at a time.
+"""The calibration walk over the decoder blocks in order, with one block and its activations in memory at a time.
 
-`walk` yields each block with its weights loaded. The method asks it for statistics of its linear layers' inputs,
-may replace weights by quantized ones, and the walk then computes the next block's inputs with the changed
-block, so that later blocks are calibrated on their actual inputs. With `exact`, a second stream of activations
-goes through the unquantized blocks.
+`walk` yields each block with its weights loaded. The method gets statistics of the linear layers' inputs from it and
+may replace weights by quantized ones. The walk then computes the next block's inputs with the changed block, so later
+blocks are calibrated on the inputs that they really get. With `exact`, a second stream of activations passes through
+the unquantized blocks.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ def walk(
 ) -> Iterator[Block]:
     """Yield the blocks in order, each with its weights; its outputs are computed when the next block is requested.
 
-    `exact` is the share of the calibration sequences, rounded up to whole batches, for which the unquantized blocks
-    run alongside the quantized ones. `ample`: see `Moments`.
-    `restore(index, prefix)` may return the finished values of a block from an earlier run, by parameter name: it is
-    then passed through, not yielded. After the last block, `then` is called with the unquantized block's outputs.
-    Each of several processes walks its share of the sequences; all reach the same blocks.
+    `exact`: share of the calibration sequences, rounded up to whole batches, for which the unquantized blocks run, too.
+    `ample`: see `Moments`. `restore(index, prefix)` may return a block's finished parameters from an earlier run, by
+    name; the walk then runs that block but does not yield it. After the last block, `then` is called with the outputs
+    of the unquantized block. With several processes, each walks its share of the sequences; all yield the same blocks.
     The job's skeleton loses a block's weights when the next one is requested or the generator is closed.
     """
     source, skeleton, device = job.source, job.skeleton, torch.device(job.device)
@@ -109,7 +108,7 @@ def walk(
 
 
 def _note_if_unusable(last: Block, sequences: int, findings: Findings) -> None:
-    """Note if the quantized model's final hidden states are no nearer to the source's than zeros."""
+    """Add a note if the final hidden states are as far from the source's as zeros would be, or farther."""
     if last.distance(range(sequences)) >= 1:
         findings.note(
             "the quantized model is unusable: its final hidden states differ from the source's by more than their own "
@@ -118,14 +117,15 @@ def _note_if_unusable(last: Block, sequences: int, findings: Findings) -> None:
 
 
 def batch_size(length: int) -> int:
-    """Return how many sequences of `length` tokens are one unit of work for ranks and the unquantized stream."""
+    """Return the number of sequences of `length` tokens in a batch, the unit that processes and streams share."""
     return max(1, BATCH_TOKENS // length)
 
 
 def own_sequences(ids: np.ndarray, exact_count: int, shards: Shards) -> tuple[np.ndarray, int]:
-    """Return this process's sequences of (S, T), and how many of them are exact: its first ones.
+    """Return this process's rows of `ids` (S, T), the exact ones first, and how many of its rows are exact.
 
-    It gets its share of exact and other sequences, in whole batches, and some exact ones if there are any.
+    Exact and other rows are each divided among the processes in whole batches; if there are exact rows, each process
+    has some.
     """
     if shards.size == 1:
         return ids, exact_count
@@ -141,7 +141,7 @@ def own_sequences(ids: np.ndarray, exact_count: int, shards: Shards) -> tuple[np
 
 
 def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:
-    """Return the values of block `index` that an interrupted run has written, or None."""
+    """Return the dense parameters of block `index` that an interrupted run has written, by name, or None."""
     if index >= writer.finished:
         return None
     values = writer.block(prefix)
@@ -149,9 +149,9 @@ def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, t
 
 
 def exact_sequences(share: float, sequences: int, length: int, widest: int) -> int:
-    """Return how many sequences also go through the unquantized blocks: a share, in whole batches.
+    """Return the number of sequences that also pass through the unquantized blocks, a multiple of the batch size.
 
-    Unless the share is zero, they have `LEAST_TOKENS` per column of `widest`, or are all sequences.
+    It is `share` of all, but if `share` is not zero at least `LEAST_TOKENS` tokens per column of `widest`, or all.
     """
     step = batch_size(length)
     least = max(share * sequences, LEAST_TOKENS * widest / length) if share else 0.0
@@ -159,7 +159,7 @@ def exact_sequences(share: float, sequences: int, length: int, widest: int) -> i
 
 
 def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str], None]:
-    """Return a function that updates the note on experts with too few tokens, including earlier runs."""
+    """Return a function that notes an expert with too few tokens; the count includes earlier, interrupted runs."""
     experts = {expert for name in skeleton.linears() if (expert := expert_of(name))}
     earlier = findings.numbers.get(FEW, 0)
     seen: set[str] = set()
@@ -177,9 +177,9 @@ def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str],
 
 
 def measure_importance(job: CheckedJob, run: Run) -> dict[str, NDArray[np.float32]]:
-    """Return the mean squared inputs of every linear layer in the blocks: weight name -> (columns,) float32.
+    """Return the mean squared input of every linear layer in the blocks: weight name -> (columns,) float32.
 
-    An expert with too few tokens gets the mean of all experts of its block, with a note.
+    An expert with too few tokens gets the mean over all experts of its block, with a note.
     """
     means: dict[str, NDArray[np.float32]] = {}
     for block in walk(job, run):
@@ -201,7 +201,7 @@ def measure_importance(job: CheckedJob, run: Run) -> dict[str, NDArray[np.float3
 
 
 class _Squares:
-    """Sums (K,) of squared inputs."""
+    """Sums (K,) of squared inputs, and the number of tokens."""
 
     def __init__(self) -> None:
         self.tokens, self.sums = 0, torch.zeros(())

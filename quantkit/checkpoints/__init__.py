@@ -1,1 +1,1 @@
-"""Read safetensors files lazily, spool tensors with a journal, and write checkpoints."""
+"""Checkpoint files: lazy readers of safetensors, side files, and a writer that can resume."""

@@ -1,6 +1,6 @@
-"""Read stored floats with numpy only, and tensors some rows at a time.
+"""Conversion of stored floats with numpy alone, and tensors that are read some rows at a time.
 
-numpy has no bfloat16: its bits are read as uint16. Names of dtypes are those of safetensors.
+numpy has no bfloat16, so its bits are read as uint16. Dtype names are those of safetensors, such as BF16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNUSABLE = {"F64": (1023 + 64) << 52, "F32": (127 + 64) << 23, "F16": 0x1F << 10
 
 
 def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Convert stored values of any shape to float32, exactly except for F64, which is rounded."""
+    """Convert stored values of any shape to float32; F64 is rounded, all other types are exact."""
     if dtype != "BF16":
         with np.errstate(over="ignore"):
             return values.astype(np.float32, copy=False)
@@ -34,7 +34,7 @@ def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 
 
 def count_unusable(values: NDArray[Any], dtype: str) -> int:
-    """Count the stored values that are NaN, infinite or beyond 2^64."""
+    """Return the number of stored values that are NaN, infinite or above 2^64."""
     bits = values.view(f"<u{values.itemsize}")
     exponent, least = (bits.dtype.type(limits[dtype]) for limits in (EXPONENT, UNUSABLE))
     return int(np.count_nonzero((bits & exponent) >= least))
@@ -42,7 +42,7 @@ def count_unusable(values: NDArray[Any], dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor of this shape; `read(start, stop)` returns rows in float32. A scalar is one row."""
+    """A lazily read tensor of this shape; `read(start, stop)` returns rows in float32. A scalar is one row."""
 
     shape: tuple[int, ...]
     read: Callable[[int, int], NDArray[np.float32]]
@@ -52,7 +52,7 @@ class Rows:
         return self.shape[0] if self.shape else 1
 
     def pieces(self, elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield all rows in order, about `elements` values at a time, each piece with the number of its first row."""
+        """Yield (first row, rows) in order, about `elements` values at a time."""
         step = max(1, elements // max(1, math.prod(self.shape[1:])))
         return ((start, self.read(start, min(start + step, self.count))) for start in range(0, self.count, step))
 
@@ -61,12 +61,12 @@ class Rows:
 
 
 def rows_of_array(values: NDArray[np.float32]) -> Rows:
-    """Return an array as Rows."""
+    """Wrap an array as Rows."""
     plain = values if values.ndim else values[None]
     return Rows(values.shape, lambda start, stop: plain[start:stop])
 
 
 def rows_in_memory(tensor: torch.Tensor) -> Rows:
-    """Return a tensor in memory as Rows."""
+    """Wrap a torch tensor in CPU memory as Rows."""
     plain = tensor if tensor.ndim else tensor[None]
     return Rows(tuple(tensor.shape), lambda start, stop: plain[start:stop].float().numpy())

@@ -1,4 +1,4 @@
-"""Safetensors files, read lazily: the header, and the bytes of some rows of a tensor.
+"""Lazy reader of safetensors files: the header, and the bytes of some rows of a tensor.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's file, safetensors dtype name, shape, first byte and length in bytes."""
+    """A tensor's file, safetensors dtype, shape, byte offset in the file and length in bytes."""
 
     file: str
     dtype: str
@@ -57,13 +57,13 @@ class TensorInfo:
         return self.shape[0] if self.shape else 1
 
     def slabs(self, nbytes: int = SLAB_BYTES) -> Iterator[tuple[int, int]]:
-        """Cut the rows into ranges (start, stop) of about `nbytes` bytes."""
+        """Yield ranges of rows (start, stop) of about `nbytes` bytes each."""
         step = max(1, self.rows * nbytes // max(self.nbytes, 1))
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of a safetensors file, which the format's own library checks first; raises SourceError."""
+    """Return the tensors of a safetensors file by name; raises SourceError if the file is damaged."""
     from safetensors import safe_open
 
     what = f"{path} is truncated, damaged, or not a safetensors file ({path.stat().st_size} bytes)"
@@ -84,7 +84,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_rows(folder: Path, info: TensorInfo, start: int, stop: int) -> NDArray[np.uint8]:
-    """Read the bytes of rows `start:stop` of a tensor; raises SourceError for a truncated file."""
+    """Return the bytes of rows `start:stop` of a tensor, (n,) uint8; raises SourceError for a truncated file."""
     # The file is not mapped: pages of a mapped file would count as this process's memory.
     row = info.nbytes // max(info.rows, 1)
     count = (stop - start) * row
@@ -95,14 +95,14 @@ def read_rows(folder: Path, info: TensorInfo, start: int, stop: int) -> NDArray[
 
 
 def to_torch(data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor of these bytes; `dtype` is a name of safetensors."""
+    """Return bytes as a tensor of a safetensors dtype and a shape, without copying."""
     import torch
 
     return torch.from_numpy(data).view(getattr(torch, DTYPES[dtype])).reshape(shape)
 
 
 def unwrapped(tensors: Mapping[str, Value], first: tuple[str, ...] = (PARALLEL, PEFT)) -> dict[str, Value]:
-    """Return the tensors by their names in the unwrapped model; unchanged if two names would become equal."""
+    """Remove the name parts that wrappers such as FSDP add; return `tensors` unchanged if two names would be equal."""
     names = {name: WRAPPERS.sub("", name) for name in tensors}
     # Cut a prefix only if every name has it.
     while names and (cut := [prefix for prefix in first if all(name.startswith(prefix) for name in names.values())]):
@@ -113,7 +113,7 @@ def unwrapped(tensors: Mapping[str, Value], first: tuple[str, ...] = (PARALLEL, 
 
 
 class StoredTensors:
-    """All tensors of an artifact's safetensors files, by name; raises ArtifactError for a damaged file."""
+    """The tensors in an artifact's safetensors files, by name; raises ArtifactError for a damaged file."""
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self._folder = folder
@@ -135,7 +135,7 @@ class StoredTensors:
         return self._find(name).shape
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return the bytes of rows `start:stop`; raises ArtifactError."""
+        """Return the bytes of rows `start:stop`, (n,) uint8; raises ArtifactError."""
         info = self._find(name)
         try:
             return read_rows(self._folder, info, start, stop)

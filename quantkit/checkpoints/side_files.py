@@ -1,4 +1,4 @@
-"""Files of a checkpoint besides its weights."""
+"""Side files of a checkpoint: the files other than weights and config.json, such as the tokenizer and the licence."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ AGAIN = "Fetch the file again."
 
 
 def matches(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
-    """Return whether a file of that name, relative to its checkpoint, is a side file."""
+    """Return whether a file name, relative to the checkpoint's folder, matches the patterns of side files."""
     return not name.lower().endswith(NO_TEXT) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _named(origin: Path) -> dict[str, Path]:
-    """Return everything in `origin`, except folders, with the name of a side file."""
+    """Return the files and links in `origin` that are named like side files, by relative path."""
     paths = (path for folder in (origin, origin / TEMPLATES) if folder.is_dir() for path in sorted(folder.iterdir()))
     names = {path.relative_to(origin).as_posix(): path for path in paths if path.is_symlink() or not path.is_dir()}
     return {name: path for name, path in names.items() if matches(name)}
 
 
 def refuse_large_files(origin: Path) -> None:
-    """Raise SourceError for a side file that is larger than all published ones."""
+    """Raise SourceError for a side file larger than any published one."""
     for name, path in find_side_files(origin).items():
         most = LARGEST_OBJECT if name in OBJECTS else LARGEST_TEMPLATE if name.endswith(".jinja") else LARGEST
         if (size := path.stat().st_size) > most:
@@ -65,7 +65,7 @@ def refuse_large_files(origin: Path) -> None:
 
 
 def refuse_side_files(origin: Path) -> None:
-    """Raise SourceError for a side file that cannot be copied: a link out of the folder, or a damaged JSON object."""
+    """Raise SourceError for a side file that must not be copied: a link out of the folder, or a damaged file."""
     # Such a link could put a private file into an artifact that the user publishes.
     refuse_large_files(origin)
     for name, path in _named(origin).items():
@@ -80,12 +80,12 @@ def refuse_side_files(origin: Path) -> None:
 
 
 def find_side_files(origin: Path, patterns: Iterable[str] = SIDE_FILES) -> dict[str, Path]:
-    """Return the side files in `origin`, by name."""
+    """Return the side files in `origin` that match `patterns`, by relative path."""
     return {name: path for name, path in _named(origin).items() if path.is_file() and matches(name, patterns)}
 
 
 def note_not_copied(origin: Path) -> tuple[str, ...]:
-    """Return a note that names the readable files in `origin` that are not copied, if there are some."""
+    """Return a note that names files in `origin` that loaders may read but quantkit does not copy; empty if none."""
     names = sorted(
         path.name
         for path in origin.iterdir()
@@ -99,13 +99,13 @@ def note_not_copied(origin: Path) -> tuple[str, ...]:
 
 
 def copy_side_files(origin: Path, folder: Path) -> None:
-    """Copy the side files in `origin`; raises SourceError for files that `refuse_side_files` refuses."""
+    """Copy the side files in `origin` to `folder`; raises SourceError as `refuse_side_files` does."""
     refuse_side_files(origin)
     copy_files(find_side_files(origin), folder)
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy side files under their names; remove `auto_map`, the name of a tokenizer's own code, from its settings."""
+    """Copy side files under the given names; remove `auto_map`, which names code, from the tokenizer's settings."""
     for name, path in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -1,10 +1,10 @@
 """Write a Hugging Face checkpoint folder from a stream of tensors, with one tensor in memory.
 
-Tensors are spooled to disk as they come and merged into shards at the end. `tensors.spool` holds their bytes.
-`tensors.journal` has a line of JSON for each finished decoder block, followed by its CRC-32: the places of its
-tensors, their CRC-32, and the state of the work. A killed process leaves at most a torn line and bytes beyond the last
-line; both are cut off when the spool is opened again, and the conversion resumes after the last finished block.
-Format: https://github.com/huggingface/safetensors#format (bytes of the tensors without holes, header padded).
+Tensors are appended to a file, the spool, and merged into safetensors shards at the end. `tensors.spool` has their
+bytes. `tensors.journal` has one line per finished decoder block: JSON with the offsets and the CRC-32 of its tensors
+and the state of the work, followed by the line's own CRC-32. A killed process leaves at most an incomplete line and
+bytes after the last block. Both are cut off when the spool is opened again, and the conversion resumes after the last
+finished block. Format: https://github.com/huggingface/safetensors#format (tensors without gaps, padded header).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ STORED_NAMES = {f"torch.{kind}": name for name, kind in DTYPES.items()}
 
 
 def line_of(values: dict[str, Any]) -> str:
-    """Return a line of the journal: `values` as JSON, and the CRC-32 of these bytes."""
+    """Return a line of the journal: `values` as JSON, followed by the CRC-32 of the JSON text."""
     text = json.dumps(values)
     return f"{text} {zlib.crc32(text.encode()):08x}\n"
 
 
 def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the intact lines of the journal whose tensors are in the spool, and their length in bytes."""
+    """Return the journal's intact lines whose tensors are in the spool, and the length of these lines in bytes."""
     journal, spool = folder / JOURNAL, folder / SPOOL
     lines: list[dict[str, Any]] = []
     length = 0
@@ -56,7 +56,7 @@ def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _parse(text: bytes, block: int, start: int, size: int) -> dict[str, Any] | None:
-    """Return the line of `block`, whose tensors are between `start` and `size`; None for any other line."""
+    """Return the journal line of `block`, whose tensors are between bytes `start` and `size`; None if it is invalid."""
     values, _, crc = text.rpartition(b" ")
     if crc != b"%08x\n" % zlib.crc32(values):
         return None
@@ -72,7 +72,7 @@ def _parse(text: bytes, block: int, start: int, size: int) -> dict[str, Any] | N
 
 
 def cut_to_journal(folder: Path) -> list[dict[str, Any]]:
-    """Cut off a torn last line of the journal, and bytes of the spool beyond the last line; return the lines."""
+    """Truncate the journal after its last intact line and the spool after its last block; return the lines."""
     lines, length = read_journal(folder)
     for path, end in ((folder / JOURNAL, length), (folder / SPOOL, lines[-1]["end"] if lines else 0)):
         if path.is_file() and path.stat().st_size > end:
@@ -81,9 +81,9 @@ def cut_to_journal(folder: Path) -> list[dict[str, Any]]:
 
 
 def restore(folder: Path) -> dict[str, Any] | None:
-    """Return the state of the work after the finished blocks in `folder`; None if no block is finished.
+    """Return the state recorded with the last finished block in `folder`; None if no block is finished.
 
-    The first block whose bytes do not have the journal's checksum is dropped, with all later ones.
+    If a block's bytes do not have the recorded checksum, it and all later blocks are dropped.
     """
     lines = cut_to_journal(folder)
     start, sound = 0, 0
@@ -109,7 +109,7 @@ def _crc32(path: Path, start: int, end: int) -> int:
 
 
 class Spool:
-    """Writes tensors by name; after `finish_block`, all added tensors survive the end of the process.
+    """Writer of tensors by name; after `finish_block`, all added tensors survive the end of the process.
 
     `finished` is the number of finished decoder blocks, from the first on.
     """
@@ -129,11 +129,11 @@ class Spool:
         self._file = self._spool_path.open("r+b" if self._spool_path.exists() else "w+b")
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor to disk, unless a finished block has it."""
+        """Write one tensor to disk, unless a finished block already has it."""
         self.add_pieces(name, tensor.dtype, tuple(tensor.shape), (tensor,))
 
     def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
-        """Write one tensor as `add` does, some of its elements at a time."""
+        """Write one tensor as `add` does, from consecutive pieces of its elements."""
         if name in self._final:
             return
         if name in self._entries:
@@ -156,7 +156,7 @@ class Spool:
         return TensorInfo(SPOOL, STORED_NAMES[str(dtype)], shape, start, nbytes)
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Write another value of a tensor; after a kill before the artifact is complete, the old value remains."""
+        """Write a new value of a tensor; if the process is killed before the end, the old value remains."""
         old, dtype = self._entries[name], STORED_NAMES[str(tensor.dtype)]
         if (dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
             raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {dtype}")
@@ -166,7 +166,7 @@ class Spool:
         return set(self._entries)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor back as it was added; raises KeyError for an unknown name."""
+        """Return a tensor as it was added; raises KeyError for an unknown name."""
         entry = self._entries[name]
         self._file.seek(entry.start)
         data = np.frombuffer(bytearray(self._file.read(entry.nbytes)), np.uint8)
@@ -181,7 +181,7 @@ class Spool:
     def finish_block(self, index: int, state: Mapping[str, Any]) -> None:
         """Record on disk that decoder block `index` is finished, with all tensors so far and the `state` (JSON values).
 
-        Blocks are finished in order.
+        Raises ValueError if blocks are not finished in order.
         """
         if index != self.finished:
             raise ValueError(f"block {index} cannot be finished: block {self.finished} is next")
@@ -219,30 +219,30 @@ NOT_COPIED = ("torch_dtype", "quantization", "quantization_config", "auto_map")
 
 
 class Original(Protocol):
-    """The source of a checkpoint. `passthrough`: tensors that are copied bit by bit, published names to own names."""
+    """Source of a checkpoint; `passthrough` maps published names of tensors to copy unchanged to the source's names."""
 
     passthrough: Mapping[str, str]
 
     @property
     def whole_config(self) -> dict[str, Any]:
-        """Return config.json."""
+        """Return the contents of config.json."""
 
     def published(self, name: str) -> str:
-        """Return the name of a tensor in the checkpoint."""
+        """Return the name of a tensor in the published checkpoint."""
 
     def info(self, name: str) -> TensorInfo:
-        """Return a tensor's place and shape."""
+        """Return a tensor's offset, dtype and shape."""
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return the bytes of some of its rows."""
+        """Return the bytes of rows `start:stop` of a tensor, as uint8."""
 
 
 class CheckpointWriter(Spool):
     """A spool in the folder of a checkpoint; `finish` writes `model.safetensors` or shards with an index.
 
     A method that works block by block calls `finish_block` after each decoder block, and adds tensors outside the
-    blocks after the last one. `finished` blocks of an earlier process that was killed are not added again. `finish`
-    adds the tensors that the `original` passes through, and gives all tensors their published names.
+    blocks after the last one. Blocks that an earlier, killed process finished are not added again. `finish` adds the
+    tensors that the `original` passes through, and renames all tensors to their published names.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, *, original: Original | None = None) -> None:
@@ -302,7 +302,7 @@ class CheckpointWriter(Spool):
 def open_writer(
     folder: Path, original: Original, dtype: str, quantization: Mapping[str, Any] | None
 ) -> Iterator[CheckpointWriter]:
-    """Yield a writer; on success also write config.json: the original's with its `dtype` and `quantization_config`."""
+    """Yield a writer; on success also write config.json with the new `dtype` and `quantization_config`."""
     writer = CheckpointWriter(folder, original=original)
     try:
         yield writer

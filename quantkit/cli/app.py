@@ -1,6 +1,6 @@
-"""The command line: parse arguments, call the library, print results.
+"""The application `quantkit` with all its commands, signal handling, and printing of errors.
 
-Signals end a command cleanly, even where Python swallows the exceptions that they raise.
+Signals end a command cleanly, even if Python or a library swallows the exception that the handler raises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GRACE = 4.0  # seconds in which a rank cleans up
 
 
 def _end_in_any_case() -> None:
-    """End the process soon after SIGTERM or SIGINT, even while it waits for other ranks, where Python cannot act."""
+    """Exit soon after SIGTERM or SIGINT, even while waiting for other ranks, when Python runs no handlers."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -49,11 +49,11 @@ def _end_in_any_case() -> None:
 
 @contextmanager
 def signals_that_end() -> Iterator[None]:
-    """Clean up on SIGTERM as on Ctrl-C, and lose neither signal.
+    """Make SIGTERM clean up as Ctrl-C does, and make sure that neither signal is lost.
 
-    Python swallows exceptions raised in a destructor; they are raised again a moment later. A library may catch the
-    exception, too; a command that still runs some seconds later gets it again. A SIGINT ignored on entry (a shell's
-    background job) stays ignored.
+    Python swallows exceptions raised in a destructor, so the exception is raised again a moment later. A library may
+    catch it, too; a command that still runs some seconds later gets it again. If SIGINT is ignored on entry (a shell's
+    background job), it stays ignored.
     """
     dropped: list[BaseException] = []
     plain = sys.unraisablehook
@@ -140,7 +140,7 @@ def begin(
 
 
 def make_app(words: Sequence[str] = ()) -> typer.Typer:
-    """Return the command line; `convert` has the options of the method named in `words`."""
+    """Return the typer application; if `words` call convert, it has the options of the method that they name."""
     app = typer.Typer(
         invoke_without_command=True,
         pretty_exceptions_enable=False,
@@ -160,7 +160,7 @@ NO_ROOM = b"error: ResourceError: this process ran out of memory\n"
 
 
 def main() -> None:
-    """Run `quantkit`; exit codes: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
+    """Run `quantkit`. Exit codes: 0 success, 1 an error, 2 wrong usage, 130 interrupted."""
     try:
         with signals_that_end(), leader_alone_heard():
             make_app(sys.argv[1:])()
@@ -175,7 +175,7 @@ def main() -> None:
 
 @contextmanager
 def leader_alone_heard() -> Iterator[None]:
-    """Let only the first of several torchrun processes print; errors are printed later."""
+    """Silence all torchrun processes but the first; errors are printed after this context."""
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0" and shards_of_environment().size > 1:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
@@ -185,7 +185,7 @@ def leader_alone_heard() -> Iterator[None]:
 
 
 def _explained(error: Exception) -> str | None:
-    """Return the line for an error that the user can act on, None for a bug in quantkit."""
+    """Return the message for an error that the user can act on; None for a bug in quantkit."""
     if isinstance(error, QuantkitError):
         return f"{type(error).__name__}: {error}"
     if short := shortage_of(error):

@@ -1,4 +1,4 @@
-"""`quantkit convert`: its options, the options of the method, and its output."""
+"""The command `quantkit convert`, with the options of the method that is given."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_OPTIONS = Fields(Strict)
 
 
 def method_options(words: Sequence[str]) -> Fields:
-    """Return the options of the method that the command line names; raises RecipeError for an unknown method."""
+    """Return the options of the method named after `--method`; raises RecipeError if it is unknown."""
     from quantkit.contracts.registry import find_method
 
     after = (following for word, following in pairwise(words) if word == "--method")

@@ -1,4 +1,4 @@
-"""The commands that evaluate: `quantkit eval-ppl`, `eval`, `eval-tasks`, and `cache`, which lists what they store."""
+"""The commands that evaluate, `eval-ppl`, `eval` and `eval-tasks`, and `cache` for their cached results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EvaluationOptions:
         return {"source": self.source, "engine": self.about.engine_spec, "memory": memory}
 
     def keep(self, report: Report, result: object = None) -> None:
-        """Write `result` (default: the report) as JSON, and update the card."""
+        """Write `result` (default: the report) as JSON, and the report into the model card, if requested."""
         save(self.json, result or report)
         if self.card:
             from quantkit.report.card import write_card

@@ -1,4 +1,4 @@
-"""The commands `quantkit inspect`, `verify`, `methods`, and `imatrix` and `import` for GGUF files."""
+"""The commands `inspect`, `verify` and `methods`, and for GGUF files `imatrix` and `import`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inspect(
 
 
 def _print_gguf(path: Path, tensors: bool, json: Path | None) -> None:
-    """Print a GGUF file's keys, types and bits per weight; with `tensors` also each tensor."""
+    """Print a GGUF file's keys, types and bits per weight, and if `tensors` is set every tensor."""
     from quantkit.formats.gguf.header import contents_of
 
     contents = contents_of(path)

@@ -1,8 +1,8 @@
-"""Options made from fields of records, and printing and saving of results, for all commands.
+"""Command-line options made from the fields of records, and functions that print and save results.
 
-A parameter annotated with `Fields` becomes one option for each field of a record, with the field's name, type,
-default and description; the command gets a dict of the given values. A parameter that is a dataclass becomes one option
-for each of its fields, so that commands share options.
+A parameter annotated with `Fields` becomes one option for each field of a record, with the field's name, type, default
+and description; the command gets a dict of the given values. A parameter that is a dataclass becomes one option for
+each of its fields, so that commands can share options.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fields:
-    """Options for fields of a record (default: all); each option's name starts with `prefix`.
+    """Options for some fields of a record (default: all), with `prefix` before each name.
 
-    With `unset`, an option that is not given is left out, even if its field has a default. `panel` is a heading in the
-    help.
+    With `unset`, an option that is not given is absent from the values, even if its field has a default. `panel`:
+    heading of these options in the help.
     """
 
     record: type[Strict]
@@ -65,7 +65,7 @@ class Fields:
         return self.names or tuple(self.record.model_fields)
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """Return the options as parameters of a function that typer reads."""
+        """Yield the options as function parameters, from which typer makes command-line options."""
         for field in self.fields:
             name, info = self.prefix + field, self.record.model_fields[field]
             flag = "--" + name.replace("_", "-")
@@ -81,13 +81,13 @@ class Fields:
             yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
     def take(self, values: Values) -> Values:
-        """Take the values of these options out of `values`; leave out those that are None."""
+        """Remove the values of these options from `values` and return them, without those that are None."""
         taken = {name: values.pop(self.prefix + name) for name in self.fields}
         return {name: value for name, value in taken.items() if value is not None}
 
 
 def _kind(annotation: Any, flag: str) -> tuple[Any, Callable[[str], Any] | None]:
-    """Return the type of a field's option, and the parser of a type that typer does not know."""
+    """Return the type of a field's option, and a parser if typer does not support the field's type."""
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     first, *others = (_bare(kind) for kind in kinds if kind is not NoneType)
     if first in (bool, int, float, str) and not others:
@@ -102,7 +102,7 @@ def _bare(kind: Any) -> Any:
 
 
 def _items(text: str, item: type, flag: str) -> tuple[Any, ...]:
-    """Parse ``1,2`` as numbers, ``size,speed`` as names."""
+    """Parse a comma-separated list, such as ``1,2`` or ``size,speed``."""
     try:
         return tuple(item(part) for part in text.split(",")) if text else ()
     except ValueError:
@@ -110,7 +110,7 @@ def _items(text: str, item: type, flag: str) -> tuple[Any, ...]:
 
 
 def _value(text: str) -> Any:
-    """Parse a value as in a recipe: a number, a mapping or list in brackets, or else a text."""
+    """Parse a value as in a recipe: a number, a mapping or list in brackets, or else a string."""
     if re.fullmatch(r"[+-]?\d{1,18}", text):
         return int(text)
     if re.fullmatch(r"[+-]?\d{1,18}\.\d{1,18}", text):
@@ -124,7 +124,7 @@ def _value(text: str) -> Any:
 
 
 class Group:
-    """The parameters of a function or a dataclass as options; `others` replace the annotations of some."""
+    """Options for all parameters of a function or fields of a dataclass; `others` override annotations by name."""
 
     def __init__(self, function: Callable[..., Any], **others: Fields) -> None:
         parameters = inspect.signature(function, eval_str=True).parameters
@@ -132,7 +132,7 @@ class Group:
         self._parts = {name: others.get(name) or _part(parameter) for name, parameter in parameters.items()}
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """Return the options as parameters of a function that typer reads."""
+        """Yield the options as function parameters, from which typer makes command-line options."""
         for part in self._parts.values():
             if isinstance(part, inspect.Parameter):
                 yield part.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -140,7 +140,7 @@ class Group:
                 yield from part.parameters()
 
     def take(self, values: Values) -> Any:
-        """Take the values of these options out of `values`, and call the function with them."""
+        """Remove the values of these options from `values`, and call the function or dataclass with them."""
         given = {}
         for name, part in self._parts.items():
             given[name] = values.pop(name) if isinstance(part, inspect.Parameter) else part.take(values)
@@ -155,7 +155,7 @@ def _part(parameter: inspect.Parameter) -> inspect.Parameter | Fields | Group:
 
 
 def with_options(function: Callable[..., None], **others: Fields) -> Callable[..., None]:
-    """Return the command as a function that typer reads, with `--quiet` and `--verbose`; `others`: see `Group`."""
+    """Return a command as a function for typer, with `--quiet` and `--verbose`; `others`: see `Group`."""
     own, verbosity = Group(function, **others), Group(configure_verbosity)
 
     @functools.wraps(function)
@@ -169,7 +169,7 @@ def with_options(function: Callable[..., None], **others: Fields) -> Callable[..
 
 
 class Command(TyperCommand):
-    """A command that suggests the nearest option for an unknown one, and lists a method's options in its help."""
+    """Command whose error for an unknown option suggests a similar one and lists the method's options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -189,10 +189,10 @@ class Command(TyperCommand):
 
 
 def writable(suffix: str) -> Callable[[Path | None], Path | None]:
-    """Return a function that checks an output file before the work; it raises a usage error or OutputError.
+    """Return a typer callback that checks an output path before the work; it raises BadParameter or OutputError.
 
-    Only files that end in `suffix` and do not belong to a model are overwritten. Empty files, devices and pipes are
-    always accepted.
+    An existing file is only overwritten if its name ends in `suffix` and it does not belong to a model, or if it is
+    empty, a device or a pipe.
     """
 
     def check(path: Path | None) -> Path | None:
@@ -234,7 +234,7 @@ WINDOWS = ("text", "protocol", "n_ctx", "limit")  # fields that choose the text 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Revision and adapters of the model to evaluate, and the engine that loads it."""
+    """Options for the engine that loads a model, and for the model's revision and adapters."""
 
     engine: Annotated[Values, Fields(EngineSpec)]
     revision: Revision = None
@@ -250,7 +250,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """How a table is printed, and where it is saved."""
+    """Options for printing and saving a table."""
 
     transpose: Annotated[
         bool | None, Option("--transpose/--no-transpose", help="One row per variant. Default: if columns do not fit.")
@@ -264,7 +264,7 @@ class TableOptions:
 
 
 def say(line: str) -> None:
-    """Print a line without terminal control characters: names in it come from untrusted files."""
+    """Print a line; control characters are escaped, since names in it may come from untrusted files."""
     out.print(Text(one_line(line, LONGEST_LINE)), soft_wrap=True)
 
 
@@ -275,7 +275,7 @@ def say_notes(notes: Iterable[str]) -> None:
 
 
 def save(path: Path | None, result: object) -> None:
-    """Write a result as JSON, or a text unchanged, if the user gave a path."""
+    """Write a result as JSON, or a string unchanged, to `path`; do nothing if `path` is None."""
     if path is None:
         return
     if isinstance(result, BaseModel):
@@ -290,13 +290,13 @@ def _plain(value: object) -> object:
 
 
 def print_table(table: Table, transpose: bool | None = None, notes: bool = False) -> None:
-    """Print a table, as wide as the terminal or `FILE_WIDTH`."""
+    """Print a table in the terminal's width, or in `FILE_WIDTH` columns if the output is a file."""
     wide = out.is_terminal or "COLUMNS" in os.environ
     table.show(out if wide else Console(width=FILE_WIDTH), transpose=transpose, notes=notes)
 
 
 def print_report(report: Report, notes: bool) -> None:
-    """Print a report as a table of one column."""
+    """Print a report as a table with one column."""
     from quantkit.report.table import Table
 
     print_table(Table((report,)), notes=notes)

@@ -1,6 +1,6 @@
-"""Print the progress of long work on standard error, and control the output of libraries.
+"""Show the progress of long work on standard error, and silence libraries.
 
-Steps are bars on a terminal, and plain lines anywhere else.
+Steps are shown as bars on a terminal, and as plain lines otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def configure_verbosity(
     quiet: Annotated[bool, Option("--quiet", help="Print nothing but the result.")] = False,
     verbose: Annotated[bool, Option("--verbose", help="Also print messages of libraries.")] = False,
 ) -> None:
-    """Set what this process prints, before libraries are imported; raises BadParameter for both at once."""
+    """Apply --quiet and --verbose before libraries are imported; raises BadParameter if both are given."""
     global is_quiet
     if quiet and verbose:
         raise typer.BadParameter("--quiet and --verbose exclude each other")
@@ -44,7 +44,7 @@ def configure_verbosity(
 
 
 def silence_libraries() -> None:
-    """Keep libraries' bars, warnings and advice off the screen."""
+    """Turn off the progress bars and warnings of libraries."""
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -56,14 +56,14 @@ def silence_libraries() -> None:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Show steps: on a terminal as bars with percentage and time left, elsewhere as lines; nothing with --quiet."""
+    """Yield a listener that shows steps: bars on a terminal, else lines; nothing with --quiet."""
     with progress_with_table() as (progress, _):
         yield progress
 
 
 @contextmanager
 def progress_with_table(transpose: bool | None = None) -> Iterator[tuple[Progress, Callable[[Table], None]]]:
-    """Show steps, and a table that grows with the work: above the bars on a terminal, its last row in a log."""
+    """Yield a listener as `progress_bars` does, and a function that shows a table (in a log: its last row)."""
     if is_quiet:
         yield Progress(), lambda _: None
         return
@@ -124,7 +124,7 @@ def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[
 
 
 class OpenSteps:
-    """The open steps, the innermost last, and estimate how long each of them still takes."""
+    """The steps in progress, the innermost last, with estimates of the time left for each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -135,7 +135,7 @@ class OpenSteps:
         return list(self._open.values())
 
     def update(self, step: Step) -> Timed:
-        """Record a change of a step."""
+        """Record a step's change, and return the step with its timing."""
         now = self._clock()
         timed = self._open.setdefault(id(step), Timed(step, now, now))
         timed.update(now)
@@ -144,30 +144,30 @@ class OpenSteps:
         return timed
 
     def passed(self, timed: Timed) -> float:
-        """Return the seconds since a step began."""
+        """Return the seconds since a step started."""
         return self._clock() - timed.began
 
     def words_left(self, timed: Timed) -> str:
-        """Return such as ``about 3:20 min left``, or "just begun" while nothing is known."""
+        """Return text such as ``about 3:20 min left``, or ``just begun`` without an estimate."""
         seconds = timed.left(self._clock(), self.all[-1].step)
         return "just begun" if seconds is None else f"about {duration(seconds)} left"
 
 
 class Lines:
-    """Steps as lines of a log: one line when a step ends, and now and then one for a long step."""
+    """Progress as log lines: one when a step ends, and from time to time one for a long step."""
 
     def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._print, self._steps = print_line, OpenSteps(clock)
 
     def draw(self, step: Step) -> None:
-        """Record a change of a step, and print its end."""
+        """Record a step's change, and print a line if the step has ended."""
         timed = self._steps.update(step)
         if step.ended:
             how = "done" if step.share >= 1 else f"ended at {step.share:.0%}"
             self._print(f"{step.name}: {how}, {duration(self._steps.passed(timed))}")
 
     def tick(self) -> None:
-        """Print how far the innermost long step is, and the time left of the outermost one if it has pieces."""
+        """Print the progress of the innermost long step, and the outermost step's time left if it is estimated."""
         long = [timed for timed in self._steps.all if self._steps.passed(timed) >= LONG]
         if not long:
             return
@@ -180,7 +180,7 @@ class Lines:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as ``45 s``, ``3:20 min`` or ``1:05 h``."""
+    """Format seconds as ``45 s``, ``3:20 min`` or ``1:05 h``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

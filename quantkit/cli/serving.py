@@ -1,4 +1,4 @@
-"""The commands `quantkit serve`, and `bench`: the speed of an artifact in process, or of a server."""
+"""The commands `serve`, and `bench`, which measures the speed of a model in this process or of a server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""compare: convert the variants of one model, evaluate them and the model itself, and return one Table.
+"""compare: convert variants of one model, evaluate them and the model itself, and return one Table.
 
-Everything that can be refused is refused before the first conversion. Finished artifacts and reports in the output
+All errors that can be found early are raised before the first conversion. Finished artifacts and reports in the output
 folder are reused, so an interrupted comparison continues. Each model card gets its figures next to the source's.
 """
 
@@ -71,7 +71,7 @@ def compare(
     """Convert and evaluate `variants` of `model` and the model itself; write the table and return it.
 
     `out` (default ``quantkit-compare/MODEL``, with the adapters' names) gets artifacts, reports, table.md/csv/json and
-    the plot. After each variant the table so far is written and passed to `row`. `settings` are further fields of
+    the plot. After each variant, the table so far is written and passed to `row`. `settings` are further fields of
     `CompareRecipe`: `calibration` and `evaluation`, records or dicts; `revision` of a hub model; `adapters`, folders of
     LoRA adapters to merge first, in this order; `seed`; `device`.
 
@@ -86,7 +86,7 @@ def compare(
 def run_comparison(
     recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None
 ) -> Table:
-    """Run a compare recipe; see `compare`."""
+    """Run a comparison recipe and return the table; see `compare`."""
     progress = progress or Progress()
     process.prepare()
     comparison = Comparison(recipe)
@@ -120,15 +120,15 @@ def run_comparison(
 
 
 def name_of(recipe: CompareRecipe | ModelRef) -> str:
-    """Return the name of a model's folder, from the names of the model and its adapters."""
+    """Return a folder name for a model, made from the names of the model and its adapters."""
     return safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
 
 
 class Comparison:
-    """One model and its variants: converts and evaluates them, or reuses results of an earlier run in the folder `out`.
+    """One model and its variants: converts and evaluates them, or reuses earlier results in the folder `out`.
 
-    `any_machine`: also reuse a report of another machine; only quality figures are the same there.
-    `max_memory_gb`: limit of memory; None: free memory here.
+    `any_machine`: also reuse reports from other machines, whose quality figures are the same. `max_memory_gb`: memory
+    limit; None: the free memory of this machine.
     """
 
     def __init__(self, recipe: CompareRecipe, any_machine: bool = False, max_memory_gb: float | None = None) -> None:
@@ -143,7 +143,7 @@ class Comparison:
 
     @cached_property
     def of_original(self) -> Evaluation:
-        """Return the evaluation of the source, on the windows that all variants share."""
+        """Return the evaluation of the source; its windows are used for all variants."""
         return self.prepare(self.original)
 
     def folder_of(self, job: Job) -> Path:
@@ -153,7 +153,7 @@ class Comparison:
         return self.out / "reports" / f"{safe_name(model.label)}.json"
 
     def check(self, variants: Sequence[Variant]) -> list[ReadyJob]:
-        """Check all variants; raise a QuantkitError for one that cannot be converted."""
+        """Check all variants and return them ready to run; raises a QuantkitError if one cannot be converted."""
         shared = {key: getattr(self.recipe, key) for key in ("model", "revision", "adapters", "calibration", "seed")}
         recipes = [ConvertRecipe(**dict(variant), **shared) for variant in variants]
         resources = ResourceSpec(device=self.recipe.device, max_memory_gb=self.max_memory_gb)
@@ -165,11 +165,11 @@ class Comparison:
         return [check.check(job, folder, force=True) for job, folder in zip(jobs, folders, strict=True)]
 
     def artifact(self, ready: ReadyJob, progress: Progress) -> Artifact:
-        """Reuse or make the artifact of a variant."""
+        """Return the artifact of a variant: an earlier one if it can be reused, else convert it now."""
         return self.reusable_artifact(ready.job) or convert.run(ready, progress)
 
     def reusable_artifact(self, job: CheckedJob) -> Artifact | None:
-        """Return the finished artifact of the same recipe and source, if there is one with unchanged files."""
+        """Return the finished artifact of the same recipe and source if its files are unchanged, else None."""
         try:
             artifact = open_artifact(self.folder_of(job))
             refuse_untrue(artifact)
@@ -188,7 +188,7 @@ class Comparison:
         return artifact if same and found == wanted else None
 
     def prepare(self, model: Model) -> Evaluation:
-        """Prepare an evaluation in the default engine of the model's format, on the recipe's device, else the CPU."""
+        """Prepare an evaluation in the default engine of the model's format, on the recipe's device or else the CPU."""
         try:
             engine = choose(model, EngineSpec(device=self.recipe.device))
         except RecipeError:
@@ -198,7 +198,7 @@ class Comparison:
         return evaluate.prepare(model, self.recipe.evaluation, self.text, engine, self.source, limits)
 
     def report(self, model: Model, progress: Progress) -> Report:
-        """Reuse or measure the report of the source or an artifact; write it into the artifact's card."""
+        """Return the report of the source or an artifact, reused or measured; also write it into the model card."""
         evaluation = self.of_original if model is self.original else self.prepare(model)
         report = self.reusable_report(evaluation)
         if report is None:
@@ -211,7 +211,7 @@ class Comparison:
         return report
 
     def reusable_report(self, evaluation: Evaluation) -> Report | None:
-        """Return the finished report of the same evaluation, if there is one: all that decides its figures agrees."""
+        """Return the finished report of an evaluation with the same fingerprint, or None."""
         try:
             report = read_report(self.report_path(evaluation.model))
         except ReportError:
@@ -224,12 +224,12 @@ class Comparison:
         return report if report.fingerprint == evaluation.fingerprint(baseline, hardware) else None
 
     def need_of(self, job: CheckedJob) -> MemoryNeed:
-        """Estimate the memory to evaluate a future variant whole."""
+        """Estimate the memory for evaluating a variant whole, before it is converted."""
         bits, windows = job.recipe.bits or job.method.default_bits, self.of_original.cut.windows
         return need_of_copy(self.source, job.format, job.checked.nbytes, bits, windows)
 
     def how_evaluated(self, jobs: Sequence[ReadyJob]) -> Iterator[str]:
-        """Report which models are evaluated whole and which block by block, with their engines and memory."""
+        """Yield lines that list which models run whole and which block by block, with engine and memory."""
         evaluation = self.of_original
         needs = [(self.original.label, evaluation.plan.need)]
         if evaluation.baseline_plan is not None:
@@ -248,7 +248,7 @@ class Comparison:
             yield f"evaluated block by block, since whole models do not fit into memory: {', '.join(by_block)}"
 
     def cost_of(self, job: Job) -> tuple[str, float]:
-        """Return the kind of a conversion, and its cost in evaluations of a variant."""
+        """Return the kind of a conversion, and its cost in units of one variant's evaluation."""
         if not job.method.calibrated(job.options):
             return "conversion", CONVERSION_COST
         spec = job.recipe.calibration

@@ -1,6 +1,6 @@
 """Executors start the tasks of a sweep: `Local` on this machine, `OnRay` on the machines of a Ray cluster.
 
-Only commands and exit codes go through Ray (https://docs.ray.io): models, artifacts and the sweep's folder are on a
+Only commands and exit codes go through Ray (https://docs.ray.io). Models, artifacts and the sweep's folder must be on a
 disk that every machine sees under the same path.
 """
 
@@ -30,14 +30,14 @@ NODES_S = 5.0  # between two queries of Ray's nodes
 
 @dataclass
 class Local:
-    """Child processes: at most `slots` at a time, but only one while it measures the machine."""
+    """Executor with child processes: at most `slots` at a time, and only one while a task measures the machine."""
 
     slots: int = 1
     most_memory: int | None = None  # bytes of the largest machine; None: what is free on this one
     _running: dict[str, tuple[Task, subprocess.Popen[bytes]]] = field(default_factory=dict)
 
     def refuse(self, task: Task) -> str | None:
-        """Return why no machine can ever run a task. For this machine the sweep's scan has refused such tasks."""
+        """Return None: the sweep itself has already refused tasks that are too large for this machine."""
         return None
 
     def has_room(self, task: Task) -> bool:
@@ -50,7 +50,7 @@ class Local:
         self._running[task.name] = task, process
 
     def finished(self) -> tuple[str, int]:
-        """Wait until a task ends; return its name and exit code: the negative number of a signal, UNPLACED, or LOST."""
+        """Wait until a task ends; return its name and exit code (a signal's negative number, UNPLACED, or LOST)."""
         while True:
             for name, (_, process) in self._running.items():
                 if (code := process.poll()) is not None:
@@ -66,7 +66,7 @@ class Local:
 
 
 def _run_on_node(command: list[str], log: str, folder: str, threads: int, wanted: str) -> int:
-    """Run a command with the node's own interpreter, in the driver's `folder` if the node has it."""
+    """Run a command with the node's Python interpreter, in the driver's `folder` if the node has it."""
     if (found := version(DISTRIBUTION)) != wanted:
         raise RuntimeError(f"this node has quantkit {found}, but the sweep was started with {wanted}")
     with Path(log).open("ab") as file:
@@ -77,7 +77,7 @@ def _run_on_node(command: list[str], log: str, folder: str, threads: int, wanted
 
 
 class OnRay:
-    """The machines of the Ray cluster at `address` (Ray's own form, or ``auto``); it has the methods of `Local`.
+    """Executor on the Ray cluster at `address` (in Ray's notation, or ``auto``), with the methods of `Local`.
 
     A task reserves `threads` cores and its memory; a task that measures its machine reserves all cores of a node.
     Raises DependencyError without Ray, ResourceError if no cluster answers.
@@ -104,7 +104,7 @@ class OnRay:
 
     @property
     def most_memory(self) -> int | None:
-        """Return the bytes of memory for tasks on the largest node."""
+        """Return the memory for tasks on the largest node, in bytes."""
         return max((memory for _, memory in self._nodes()), default=0) or None
 
     def refuse(self, task: Task) -> str | None:
@@ -117,7 +117,7 @@ class OnRay:
         return None
 
     def has_room(self, task: Task) -> bool:
-        """Return whether any cores are free; Ray itself assigns tasks by cores and memory."""
+        """Return whether enough cores are free for one more task; Ray itself picks the node."""
         return len(self._running) < max(1, sum(cores // self._threads for cores, _ in self._nodes()))
 
     def submit(self, task: Task, command: list[str]) -> None:
@@ -127,7 +127,7 @@ class OnRay:
         self._running[key] = task
 
     def finished(self) -> tuple[str, int]:
-        """Wait until a task ends, or no node is left that could run one."""
+        """Wait until a task ends or no node can run it; return its name and exit code."""
         while True:
             ended, _ = self._ray.wait(list(self._running), timeout=NODES_S)
             if ended:
@@ -156,12 +156,12 @@ class OnRay:
             return task.name, LOST
 
     def _nodes(self) -> list[tuple[int, int]]:
-        """Return (cores, bytes of memory for tasks) of each node that is alive."""
+        """Return (cores, bytes of memory for tasks) of each live node."""
         resources = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return [(int(node.get("CPU", 0)), int(node.get("memory", 0))) for node in resources]
 
     def _fitting(self, task: Task) -> list[int]:
-        """Return the cores of each node that could run a task."""
+        """Return the number of cores of each node that could run a task."""
         return [cores for cores, memory in self._nodes() if cores >= self._threads and memory >= (task.memory or 0)]
 
 

@@ -1,8 +1,8 @@
 """sweep: convert and evaluate the same variants of several models, task by task, into one table. See docs/sweeps.md.
 
-Tasks are processes that an executor starts. A task is done if a comparison would reuse its artifact or report. So the
-same command continues an earlier one, runs new or changed tasks, and retries failed ones. A task
-that fails is named in the table and stops no other task.
+An executor runs each task in its own process. A task is done if a comparison would reuse its artifact or report. So the
+same command continues an earlier sweep, runs new or changed tasks, and retries failed ones. The table names failed
+tasks; a failure stops only tasks that depend on it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ OUT = Path("quantkit-sweep")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a sweep: its table, if anything was measured, and the reason for each failed task."""
+    """Result of a sweep: the table (None if nothing was measured), and the reason for each failed task."""
 
     sheet: Table | None
     failed: dict[str, str]
 
 
 def run_sweep(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
-    """Run the remaining tasks, and close the executor.
+    """Run the tasks of a sweep that are not done, close the executor, and return the table and failures.
 
     Raises OutputError, RecipeError and DependencyError before any work if no task could run.
     """
@@ -61,7 +61,7 @@ def run_sweep(recipe: SweepRecipe, executor: Executor, progress: Progress | None
 
 
 def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
-    """Find the tasks that are done or impossible, and the memory of the others; write all of them."""
+    """Set each task's state (done, waiting, or failed if impossible) and memory, and write it to its folder."""
     models: dict[str, Comparison] = {}
     variants: dict[str, tuple[ReadyJob, Artifact | None]] = {}
     for task in tasks.values():
@@ -80,7 +80,7 @@ def _scan(tasks: dict[str, Task], text: Text, most_memory: int | None) -> None:
 
 
 def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[ReadyJob, Artifact | None]]) -> bool:
-    """Return whether a task is done; set its report, or its memory if known. `variants` caches checked variants."""
+    """Return whether a task is done; set its report, or else its memory. `variants` caches checked variants."""
     model, own = comparison.original, psutil.Process().memory_info().rss  # a task's process needs about as much
     for variant in task.recipe.variants:
         key = f"{task.model} {variant.label}"
@@ -108,7 +108,7 @@ def _is_done(task: Task, comparison: Comparison, variants: dict[str, tuple[Ready
 
 @dataclass
 class _Work:
-    """The tasks of a sweep by name, and the names of those that were restarted (`again`)."""
+    """The tasks of a sweep by name, and in `again` the names of restarted tasks."""
 
     tasks: dict[str, Task]
     executor: Executor
@@ -117,7 +117,7 @@ class _Work:
     again: set[str] = field(default_factory=set)
 
     def begin(self) -> bool:
-        """Start the tasks that can start now, fail those that never can run; return whether any task runs."""
+        """Start all tasks that can start, fail those that never can; return whether any task is running."""
         for task in self.tasks.values():
             if task.state != "waiting":
                 continue
@@ -139,7 +139,7 @@ class _Work:
         return any(task.state == "running" for task in self.tasks.values())
 
     def wait(self) -> None:
-        """Wait until a task ends; if its machine was lost, restart it once."""
+        """Wait until a task ends; restart it once if its machine was lost."""
         name, code = self.executor.finished()
         if code == 0:
             self.tasks[name].state = "done"
@@ -158,7 +158,7 @@ class _Work:
 
 
 def _how_ended(task: Task, code: int) -> str:
-    """Describe how a task's process ended, with the last line that it printed."""
+    """Return how a task's process ended, with the last line of its log."""
     how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
     lost = f"lost on {task.host}" if task.host else "lost"
     how = {UNPLACED: "no remaining machine can run it", LOST: lost}.get(code, how)
@@ -168,7 +168,7 @@ def _how_ended(task: Task, code: int) -> str:
 
 
 def _sheet(tasks: dict[str, Task], failed: dict[str, str], out: Path) -> Table | None:
-    """Join all reports into one table; write it and its plot into `out`."""
+    """Join all reports into one table, and write it with a plot to `out`; return None without reports."""
     done = [task for task in tasks.values() if task.kind == "evaluate" and task.state == "done"]
     paths = [task.report or read_task(task.folder).report for task in done]
     # Each report is a table; join_tables merges those of one model and machine.

@@ -1,7 +1,7 @@
-"""Tasks of a sweep: one for each conversion and one for each evaluation, each with a folder `OUT/tasks/NAME`.
+"""Tasks of a sweep: one per conversion and one per evaluation, each with a folder `OUT/tasks/NAME`.
 
-`task.json` holds the task and its state. Its modification time is the last sign of life of the task's process, which
-may be on another machine. `log` has the output of the last process; `lock` keeps two processes apart.
+`task.json` holds the task and its state. Its modification time is the heartbeat of the task's process, which may be on
+another machine. `log` has the output of the last process; `lock` prevents two processes from running it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SILENCE_S = 90.0  # after which a task may be dead: machines' clocks differ, and
 class Task(Strict, frozen=False):
     """A conversion or an evaluation, and its state.
 
-    `recipe` has one variant, or none for the source. Tasks named in `after` come first. `memory`: bytes that it
-    needs, if known. `host` and `pid`: the process that runs it. `report`: path of the result.
+    `recipe`: has one variant, or none for the source. `after`: tasks that must finish first. `memory`: bytes that the
+    task needs, if known. `host`, `pid`: the process that runs it. `report`: path of the resulting report.
     """
 
     out: str
@@ -61,13 +61,13 @@ class Task(Strict, frozen=False):
 
     @property
     def of_quality(self) -> bool:
-        """Return whether the evaluation's figures are the same on every machine."""
+        """Return whether all figures of the evaluation are the same on every machine."""
         probes = set(self.recipe.evaluation.probes)
         return bool(probes) and probes <= QUALITY
 
     @property
     def alone(self) -> bool:
-        """Return whether it measures its machine, so that nothing else may run there."""
+        """Return whether the task measures its machine, so that no other task may run there."""
         return self.kind == "evaluate" and not self.of_quality
 
     @property
@@ -83,14 +83,14 @@ class Task(Strict, frozen=False):
         return f"{self.reason} (log: {self.log})" if self.log.is_file() else self.reason
 
     def update(self, **values: Any) -> None:
-        """Change fields, and write the task into its folder."""
+        """Set fields, and write the task into its folder."""
         for name, value in values.items():
             setattr(self, name, value)
         self.folder.mkdir(parents=True, exist_ok=True)
         replace_text(self.folder / "task.json", self.model_dump_json(indent=2) + "\n")
 
     def status(self) -> str:
-        """Return one line: name and state, with run time and peak memory or the reason of the failure."""
+        """Return one line: name and state, with run time and peak memory, or why the task failed."""
         if self.state == "waiting":
             return f"{self.name}: waiting"
         if self.state == "done":
@@ -101,7 +101,7 @@ class Task(Strict, frozen=False):
         return f"{self.name}: {self._liveness()} (process {self.pid} on {self.host}, log: {self.log})"
 
     def _liveness(self) -> str:
-        """Describe whether its process is alive: checked on this machine, guessed from the last heartbeat on others."""
+        """Return whether the process is alive: checked on this machine, inferred from the heartbeat on others."""
         try:
             process = psutil.Process(self.pid) if self.host == platform.node() else None
             # A later process may have the same number.
@@ -116,7 +116,7 @@ class Task(Strict, frozen=False):
         return f"unknown: no sign of life for {silence:.0f} s"
 
     def earlier_run(self) -> dict[str, Any]:
-        """Return how an earlier run completed the task; empty if none did."""
+        """Return the recorded facts about an earlier run that finished this task; empty if there is none."""
         with suppress(RecipeError):
             former = read_task(self.folder)
             if former.state == "done":
@@ -125,13 +125,13 @@ class Task(Strict, frozen=False):
 
 
 def read_task(folder: Path) -> Task:
-    """Read a task from its folder; raises RecipeError."""
+    """Return the task in a folder; raises RecipeError."""
     path = folder / "task.json"
     return parse(Task, read_object(path, RecipeError), str(path))
 
 
 def read_tasks(out: Path) -> list[Task]:
-    """Read the tasks of the sweep in `out`; raises RecipeError if there are none."""
+    """Return the tasks of the sweep in `out`; raises RecipeError if there are none."""
     tasks = [read_task(path.parent) for path in sorted((out / "tasks").glob("*/task.json"))]
     if not tasks:
         raise RecipeError(f"{out} has no tasks. Give the output folder of a sweep.")
@@ -139,9 +139,9 @@ def read_tasks(out: Path) -> list[Task]:
 
 
 def plan_tasks(recipe: SweepRecipe, out: Path) -> list[Task]:
-    """Plan a sweep's tasks, model by model, the source before its variants; raises RecipeError.
+    """Return a sweep's tasks, model by model, each source before its variants; raises RecipeError.
 
-    Paths become absolute: a task may run on another machine, in another folder.
+    Paths become absolute, since a task may run on another machine and in another folder.
     """
     for probe in recipe.evaluation.probes:
         find_probe(probe)
@@ -172,16 +172,16 @@ def plan_tasks(recipe: SweepRecipe, out: Path) -> list[Task]:
 
 
 def _absolute(name: str | None, reserved: Collection[str] = ()) -> str | None:
-    """Return the absolute path of a file or folder that exists here; other and `reserved` names stay unchanged."""
+    """Return the absolute path of an existing file or folder; any other or `reserved` name stays unchanged."""
     if name is None or name in reserved or not (path := path_of(name, RecipeError)).exists():
         return name
     return str(path.absolute())
 
 
 def run_task(folder: Path, progress: Progress) -> None:
-    """Run the task of a folder and record how it ends. Raises QuantkitError, OSError.
+    """Run the task in a folder and record how it ends; raises QuantkitError or OSError.
 
-    If another process runs the same task, wait for it first.
+    If another process runs the same task, wait for that process first.
     """
 
     def beat() -> None:
@@ -201,7 +201,7 @@ def run_task(folder: Path, progress: Progress) -> None:
 
 
 def _run(task: Task, progress: Progress) -> str | None:
-    """Convert or evaluate; return the path of the report."""
+    """Run a task; return the path of the report, or None after a conversion."""
     for variant in task.recipe.variants if task.kind == "convert" else ():
         method = find_method(variant.method)
         if not method.needs_torch(method.parse_options(variant.options)):

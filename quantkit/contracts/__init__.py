@@ -1,1 +1,1 @@
-"""Interfaces of sources, methods, formats and engines, and the registry that finds them."""
+"""Interfaces of methods, formats, engines and evaluated models, and the registry that finds them."""

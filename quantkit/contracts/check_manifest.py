@@ -1,6 +1,6 @@
 """Check an artifact's manifest against its files' headers and settings, and against its model's parameters.
 
-Hashes show that no byte has changed since the manifest was written. This file checks that the manifest is true.
+Hashes only show that no byte has changed since the manifest was written. These checks show that its contents are true.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MASKED = ("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj")
 
 
 def refuse_untrue(artifact: Artifact) -> None:
-    """Compare every file of an artifact with its manifest: hashes, headers and settings.
+    """Raise ArtifactError if a file of an artifact disagrees with its manifest in hash, header or settings.
 
-    It reads no tensors; `quantkit.verify` does. Raises ArtifactError.
+    No tensor is read; `quantkit.verify` also reads tensors.
     """
     artifact.refuse_changed_files()
     kind = open_format(artifact)
@@ -60,7 +60,7 @@ def open_format(artifact: Artifact) -> Format:
 
 
 def refuse_disagreement(artifact: Artifact, kind: Format, reader: TensorReader) -> None:
-    """Raise ArtifactError if the manifest disagrees with the files."""
+    """Raise ArtifactError if tensor types, options or config.json disagree with the manifest."""
     manifest = artifact.manifest
     method = find_method(manifest.recipe.method)
     if (types := dict(reader.types())) != manifest.tensor_types:
@@ -74,7 +74,7 @@ def refuse_disagreement(artifact: Artifact, kind: Format, reader: TensorReader) 
 
 
 def _refuse_options(artifact: Artifact, method: Method) -> None:
-    """Compare the options with the method's options and with the recipe."""
+    """Raise ArtifactError if the manifest's options are invalid for the method or contradict the recipe."""
     manifest = artifact.manifest
     given = {name: value for name, value in manifest.options.items() if name not in method.records}
     if unknown := sorted(given.keys() - method.Options.model_fields.keys()):
@@ -113,7 +113,7 @@ def _refuse_sizes(artifact: Artifact, kind: Format) -> None:
 
 
 def _refuse_config(artifact: Artifact, kind: Format) -> None:
-    """Compare the config.json that engines load with the source's config.json in the manifest."""
+    """Raise ArtifactError if config.json disagrees with the source's config.json in the manifest."""
     path = artifact.folder / "config.json"
     if "config.json" not in artifact.manifest.files:
         return
@@ -144,7 +144,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Parameters:
-    """Checks that a model's parameters are read completely: none missing, unknown, repeated or misshapen."""
+    """Checklist of a model's parameters: finds tensors that are missing, unknown, repeated or of a wrong shape."""
 
     def __init__(self, artifact: Artifact, prefix: str = "") -> None:
         self._artifact, self._prefix = artifact, prefix
@@ -154,18 +154,18 @@ class Parameters:
         self._read: set[str] = set()
 
     def expect(self, name: str, shape: tuple[int, ...], dense: tuple[int, ...] | None = None) -> None:
-        """Expect a parameter; `dense` is its shape if it is not stored as codes."""
+        """Require a parameter of this shape; `dense` is its shape if it is stored as floats instead of codes."""
         self._shapes[name] = (shape, shape if dense is None else dense)
         self._stands_for[name] = {name}
         self._missing.add(name)
 
     def allow(self, name: str, shape: tuple[int, ...], parameters: set[str] | None = None) -> None:
-        """Allow a tensor that holds several of the `parameters`, or none."""
+        """Allow an optional tensor; reading it marks `parameters` as read, such as the experts in a stack."""
         self._shapes.setdefault(name, (shape, shape))
         self._stands_for.setdefault(name, parameters or set())
 
     def take(self, name: str, stored: Stored) -> None:
-        """Check a tensor and mark its parameters as read; raises ArtifactError."""
+        """Check a stored tensor and mark its parameters as read; raises ArtifactError."""
         own = next((n for n in (name, self._prefix + name, name.removeprefix(self._prefix)) if n in self._shapes), None)
         if own is None:
             raise ArtifactError(
@@ -182,7 +182,7 @@ class Parameters:
         self._missing -= self._stands_for[own]
 
     def refuse_missing(self) -> None:
-        """Raise ArtifactError for a missing parameter."""
+        """Raise ArtifactError if a required parameter was not read."""
         if self._missing:
             raise ArtifactError(
                 f"{self._artifact.folder} lacks the tensor {min(self._missing)}. Convert again with --force."
@@ -190,9 +190,9 @@ class Parameters:
 
 
 def refuse_parameters(artifact: Artifact, weights: int) -> None:
-    """Raise ArtifactError if the manifest's parameter count does not match the `weights` that were read.
+    """Raise ArtifactError if the manifest's parameter count does not match `weights`, the number of values read.
 
-    A source or a file may store a tied head; a source may also store small buffers.
+    Tolerated differences: a tied head that is stored, and small buffers in the source.
     """
     source = artifact.manifest.source
     sizes = (source.config.get(name) for name in ("vocab_size", "hidden_size", "n_embd", "d_model"))
@@ -204,7 +204,7 @@ def refuse_parameters(artifact: Artifact, weights: int) -> None:
 
 
 def parameters_of(artifact: Artifact, skeleton: Skeleton) -> Parameters:
-    """Return the parameters that an artifact of that model must have."""
+    """Return the checklist of parameters that an artifact of the skeleton's model must have."""
     model = skeleton.model
     expected = Parameters(artifact, f"{model.base_model_prefix}.")
     stacks: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Interface of engines: the models that they load, and the windows of tokens that these compute."""
+"""Interface of engines, of the models that they load, and of the token windows that the models compute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH_TOKENS = 2048  # in windows of one length computed together
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids (T,) computed at once; `targets` are the right tokens for the logits at `first`, `first` + 1, ..."""
+    """Token ids (T,) of one forward pass; `targets`: the right next tokens at positions `first`, `first` + 1, ..."""
 
     ids: Ids
     first: int
@@ -34,11 +34,11 @@ class Window:
 
     @property
     def scored(self) -> slice:
-        """Return the positions whose logits are scored."""
+        """Return the slice of positions whose logits are scored."""
         return slice(self.first, self.first + len(self.targets))
 
     def pairs(self, pieces: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[np.float32], Ids]]:
-        """Yield this window's (n, V) logits from an engine's `pieces`, each with its targets."""
+        """Yield (logits (n, V), targets (n,)) of this window, with logits taken from an engine's `pieces`."""
         done = 0
         while done < len(self.targets):
             logits = next(pieces)
@@ -47,23 +47,23 @@ class Window:
 
 
 def tokens_in(windows: Iterable[Window]) -> int:
-    """Return the number of computed tokens."""
+    """Return the total number of tokens in the windows."""
     return sum(len(window.ids) for window in windows)
 
 
 def longest_in(windows: Iterable[Window]) -> int:
-    """Return the number of tokens of the longest window."""
+    """Return the length of the longest window in tokens."""
     return max(len(window.ids) for window in windows)
 
 
 def positions_in(windows: Iterable[Window]) -> int:
-    """Return the number of scored positions."""
+    """Return the number of scored positions in the windows."""
     return sum(len(window.targets) for window in windows)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A text cut into windows: these in order, and their entry in a report.
+    """A text cut into windows, in order; `about` describes them in a report.
 
     `sizes` (documents, 2): number of words and of bytes of each document.
     """
@@ -73,7 +73,7 @@ class Cut:
     sizes: NDArray[np.int64]
 
     def save(self, path: Path) -> None:
-        """Write the windows for another process, as plain arrays."""
+        """Write the windows to an .npz file without pickles, for another process."""
         np.savez(
             path,
             ids=np.concatenate([w.ids for w in self.windows]),
@@ -85,7 +85,7 @@ class Cut:
 
 
 def load_cut(path: Path) -> Cut:
-    """Read what `Cut.save` wrote."""
+    """Read a file that `Cut.save` wrote."""
     with np.load(path, allow_pickle=False) as stored:
         shape, sizes, about = stored["shape"], stored["sizes"], str(stored["about"])
         ids = np.split(stored["ids"], np.cumsum(shape[:-1, 0]))
@@ -98,10 +98,9 @@ def load_cut(path: Path) -> Cut:
 
 
 def alike(windows: Sequence[Window]) -> Iterator[list[Window]]:
-    """Yield batches: neighbours of one length, at most `BATCH_TOKENS` together.
+    """Yield batches of consecutive windows of equal length, with at most `BATCH_TOKENS` tokens or one window.
 
-    Windows of a batch are computed together, and the last digits of logits depend on the batch. So interrupted work
-    resumes at a batch boundary.
+    The last digits of logits depend on the batch, so interrupted work resumes at a batch boundary.
     """
     batch: list[Window] = []
     for window in windows:
@@ -118,7 +117,7 @@ KERNEL_VARIABLES = ("DNNL_", "ONEDNN_", "MKL_")
 
 
 class LoadedModel(Protocol):
-    """A model loaded by an engine, the dtype that it computes in, and notes for users.
+    """A model loaded by an engine: `dtype` that it computes in, and `notes` for users.
 
     Token ids are int64, logits float32.
     """
@@ -127,14 +126,14 @@ class LoadedModel(Protocol):
     dtype: str
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield the logits of the scored positions of all windows in order, (n, V) a few positions at a time.
+        """Yield the logits (n, V) of the scored positions of all windows, in order, a few positions at a time.
 
-        Log-probabilities if the engine returns only those. No piece crosses the end of a window; the logits of a
-        whole window are never in memory if the engine returns them in parts.
+        They are log-probabilities if the engine returns only those. No piece crosses the end of a window. If the engine
+        returns logits in parts, those of a whole window are never in memory.
         """
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt `ids`, one by one as they are generated."""
+        """Yield `count` greedily generated tokens after the prompt `ids`, each as soon as it is generated."""
 
 
 @runtime_checkable
@@ -142,23 +141,23 @@ class ThreadedModel(LoadedModel, Protocol):
     """A loaded model that can change its number of threads."""
 
     def set_threads(self, threads: int) -> None:
-        """Compute on so many threads from now on."""
+        """Use this number of threads from now on."""
 
 
 @runtime_checkable
 class StatesModel(LoadedModel, Protocol):
-    """A loaded torch model that also returns hidden states, to make a baseline."""
+    """A loaded torch model that also returns final hidden states, from which baselines are made."""
 
     def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
-        """Yield (n, D) for each window in order: the input of the output layer at its scored positions."""
+        """Yield (n, D) for each window, in order: the output layer's inputs at the scored positions."""
 
     def to(self, dtype: str) -> None:
-        """Change the type that the model computes in."""
+        """Change the dtype that the model computes in."""
 
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """Settings for an engine to load a model."""
+    """Settings with which an engine loads a model."""
 
     threads: int
     n_ctx: int  # longest context in tokens
@@ -171,21 +170,21 @@ class LoadSpec:
 
 
 def on_cpu(asked: str) -> str:
-    """Return "cpu"; raises RecipeError for another device."""
+    """Return "cpu" for an engine without GPU support; raises RecipeError if another device is asked for."""
     if asked not in (AUTO, CPU):
         raise RecipeError("it computes on cpu")
     return CPU
 
 
 def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None:
-    """Raise RecipeError for a dtype that an engine does not know."""
+    """Raise RecipeError if the engine does not support `dtype` (None: its default)."""
     if dtype is not None and dtype not in known:
         raise RecipeError(f"the engine {engine} has no dtype {dtype!r}; it has {', '.join(known)}")
 
 
 @dataclass(frozen=True)
 class WeightStats:
-    """Facts that determine the memory of a model's weights."""
+    """Facts about a model from which an engine's weight memory is estimated."""
 
     format: str
     parameters: int
@@ -197,11 +196,11 @@ class WeightStats:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine. Formats list the engines that load them.
+    """An engine: a library that computes models. Each format lists the engines that load it.
 
     `process`: evaluate in a new interpreter, or in a fork of one that has imported torch and transformers, to save time
-    (system/forking.py). With `both`, only the divergence, which needs the source's output layer, is measured in a fork:
-    so memory and speed are measured without torch and transformers.
+    (system/forking.py). With `both`, only the divergence, which needs the source's output layer, runs in a fork: memory
+    and speed are then measured in a process without torch and transformers.
     """
 
     name: str

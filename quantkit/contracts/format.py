@@ -1,8 +1,8 @@
 """Interface of formats, which store a model's tensors as files.
 
-A format knows no method. A method makes a dense tensor or one of the records in numerics/, and every format that can
-store it writes it; reading a format returns such values again.
-With several ranks only the leader writes. Other ranks' writers ignore tensors, but know which blocks are finished.
+Formats do not depend on methods. A method produces dense tensors or records of numerics/, and every format that can
+store such a value writes it; reading a format returns the same kinds of values. With several processes only the first
+(the leader) writes. The others' writers ignore tensors, but know which blocks are finished.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # valu
 
 
 class Content(Enum):
-    """The kinds of values that methods make and formats store."""
+    """Kind of values that methods produce and formats store."""
 
     GROUPED_CODES = "grouped codes"  # GroupedWeight
     SCALED_VALUES = "scaled values"  # ScaledWeight
@@ -55,15 +55,15 @@ class Content(Enum):
 class Layout:
     """The quantized layout that a method requests from a format.
 
-    `values` of the layers: integer ``codes``, or ``int8``, ``float8``, ``nvfp4`` or ``mxfp4`` times scales.
-    `bits` of the codes; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses; float8: as many
-    rows share it, too); `symmetric`: all zero points are in the middle; `column_order`: groups are not of neighbouring
-    columns; `dtype` of tensors that are not quantized; `settings` of the method that some formats record;
-    `min_quantized`: the format refuses to quantize a smaller share of the linear layers' weights; `head_bits` of a
-    quantized output head. `layer_bits`: bits of every layer by its weight's name, if they differ; `bits` are then those
-    of most weights. `choices`: bits to choose from, before the choice. The format sets `least_zero`, the smallest zero
-    point that it can store; `dense`, the weights of linear layers that stay unquantized; and `skipped`, modules that
-    its readers would take for quantized unless the file names them.
+    `values` of the layers: integer ``codes``, or ``int8``, ``float8``, ``nvfp4`` or ``mxfp4`` times scales. `bits`: of
+    the codes. `group_size`: columns that share a scale (-1: the whole row; ``auto``: the format chooses; float8: as
+    many rows share it, too). `symmetric`: all zero points are in the middle. `column_order`: a group's columns need not
+    be adjacent. `dtype`: of tensors that are not quantized. `settings`: the method's settings, which some formats
+    record. `min_quantized`: least share of the linear layers' weights that must be quantizable. `head_bits`: of a
+    quantized output head. `layer_bits`: bits by weight name if layers differ; `bits` is then the most common value.
+    `choices`: candidate bits, before layers are assigned. The format fills in `least_zero`, the smallest zero point
+    that it can store; `dense`, weights of linear layers that stay unquantized; and `skipped`, modules that the file
+    must name as unquantized.
     """
 
     bits: int = 16
@@ -82,78 +82,78 @@ class Layout:
     skipped: tuple[str, ...] = ()
 
     def bits_of(self, name: str) -> int:
-        """Return the bits of the layer whose weight is `name`."""
+        """Return the bits of the layer whose weight is called `name`."""
         return self.layer_bits.get(name, self.bits)
 
     @property
     def every_bits(self) -> tuple[int, ...]:
-        """Return all bits that layers have, or may get."""
+        """Return all bits that layers have or may get, sorted."""
         return tuple(sorted({*self.layer_bits.values(), *self.choices} or {self.bits}))
 
 
 class TensorReader(Protocol):
-    """Reads the tensors of an artifact, or of another folder or file, by the source's names."""
+    """Reader of a stored model's tensors, by their names in the source."""
 
     def names(self) -> list[str]:
-        """Return all names, in order."""
+        """Return the names of all tensors, in reading order."""
 
     def read(self, name: str) -> Stored:
-        """Return a tensor: dense, in rows, or as codes and scales. Raises ArtifactError."""
+        """Return a tensor: dense, as lazy rows, or as codes and scales. Raises ArtifactError."""
 
     def types(self) -> Mapping[str, int]:
-        """Count tensors by stored type, as the writer does for the manifest's `tensor_types`."""
+        """Return the number of tensors by stored type, comparable with the manifest's `tensor_types`."""
 
 
 class QuantizedReader(TensorReader, Protocol):
-    """A reader of quantized folders that quantkit can convert again."""
+    """A reader of another tool's quantized folder, which quantkit can convert again."""
 
     def read(self, name: str) -> Stored:
-        """Return a tensor; rows are dequantized when they are read. Raises ArtifactError."""
+        """Return a tensor; quantized layers are lazy rows, dequantized on reading. Raises ArtifactError."""
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape (N, K) of a quantized layer's values without reading them; None for a dense tensor."""
+        """Return the shape (N, K) of a quantized layer from its header; None for a dense tensor."""
 
     def quantization(self) -> str:
-        """Describe in a few words how the layers are quantized."""
+        """Return a short description of the quantization, for messages."""
 
     def layout(self) -> Layout:
-        """Return the layout that fits the codes of all layers; raises UnsupportedError for other codes."""
+        """Return a layout that holds the codes of all layers; raises UnsupportedError if none does."""
 
 
 class TensorWriter:
-    """Writes tensors by the source's names, in any order, into a spool; `checkpoint` may write safetensors."""
+    """Writer of tensors by their names in the source, in any order; `checkpoint` buffers them on disk."""
 
     def __init__(self, checkpoint: Spool, source: Source, run: Run) -> None:
         self.checkpoint, self.source, self.run = checkpoint, source, run
 
     @property
     def finished(self) -> int:
-        """Return the number of decoder blocks that an earlier run has finished, from the first on."""
+        """Return the number of leading decoder blocks that an earlier run has finished."""
         return self.checkpoint.finished
 
     def add(self, name: str, value: Written) -> None:
-        """Write one tensor to disk. Raises TypeError for a kind that the format cannot store."""
+        """Write one tensor to disk. Raises TypeError if the format cannot store this kind of value."""
         raise TypeError(f"{name}: this format cannot store a {type(value).__name__}")
 
     def block(self, _prefix: str) -> Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]:
-        """Return the values written of the block with this name prefix; empty if the format cannot read them back."""
+        """Return the written values of the block with this name prefix; empty if they cannot be read back."""
         return {}
 
     def replace_scales(self, name: str, _scales: torch.Tensor) -> None:
-        """Replace the scales (N, G) of the weight `name`; if the process is killed, the old ones remain."""
+        """Replace the scales (N, G) of the weight `name`; a killed process leaves the old ones."""
         raise TypeError(f"the scales of {name} cannot be replaced in this format")
 
     def finish_block(self, index: int) -> None:
-        """Record decoder block `index` as finished, with all tensors and findings so far, for resuming."""
+        """Record decoder block `index` as finished, with the findings so far, so that work can resume."""
         self.checkpoint.finish_block(index, self.run.findings.to_values())
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of a format's content that engines distinguish.
+    """A variant of a format's content that engines treat differently.
 
-    `bits` as in recipes; `words` describe the kind; `quantization` is its `quantization_config`.
-    `only`: the only device on which an engine loads it, by engine, such as ``GPUs``.
+    `bits`: as in recipes; `words`: description; `quantization`: its `quantization_config`. `only`: by engine name, the
+    only kind of device on which the engine loads it, such as ``GPUs``.
     """
 
     bits: str
@@ -167,9 +167,9 @@ class Loading:
     """How an engine loads the artifacts of a format.
 
     `since`: oldest version tested; `package`: an additional module that must be importable. `weights` in memory are
-    dense, ``packed`` as in the file (if `packed_bits` are given, only those), or ``both``. `values`: it can compute
-    with the values of a source, not only with the files in its folder. refuse(artifact, dtype, device) raises
-    EngineError for an artifact that it would compute wrongly.
+    ``dense``, ``packed`` as in the file (only for `packed_bits`, if given), or ``both``. `values`: the engine can
+    compute a source from values in memory, not only from files in its folder. refuse(artifact, dtype, device) raises
+    EngineError for an artifact that the engine would compute wrongly.
     """
 
     since: str = ""
@@ -180,7 +180,7 @@ class Loading:
     refuse: Callable[[Artifact, str | None, str], None] = lambda _artifact, _dtype, _device: None
 
     def stays_packed(self, bits: str | None) -> bool:
-        """Return whether layers with these bits stay in memory as packed in the file."""
+        """Return whether layers with these bits stay packed in memory as in the file."""
         return self.weights == "packed" and (self.packed_bits is None or bits in self.packed_bits)
 
 
@@ -188,21 +188,21 @@ class Loading:
 class Format:
     """A file format.
 
-    `holds`: the values that it can store; empty: quantkit only reads it, as a source. `loading`: how each engine loads
-    it, the default engine first; the first with `values` computes baselines. `servers` load it, too, but quantkit only
-    prints their commands, with these arguments by name. recognizes(path) returns whether a folder or file is in this
-    format. open(path, weight_files, config) reads it; `config` is the source's config.json if known. check(source,
-    skeleton, layout) refuses models that the format cannot store, before long work. writer(source, skeleton, run,
-    layout) stores tensors in any order; None if the order of a file's parts is fixed, or its engine writes it.
-    open_quantized(path, weight_files, config) reads other tools' files as a source; None if it cannot. `kinds`: all
-    kinds of its content. refusals(quantization) returns by engine why it cannot load a folder whose config.json has
-    this `quantization_config` (empty: none). recorded_options(artifact) returns the recipe's `bits` and options that
-    the files record, each with all values that agree with the files. refuse_tensors(config, shapes) raises
-    ArtifactError if a model of this config.json has other tensors; None: compare with transformers' model, which needs
-    torch. prepared(source) returns the source as the format's engines compute it, with unknown settings folded into
-    weights. `usage`: Markdown for the model card on how engines load FOLDER; {file} becomes the first weight file's
-    name, {transformers} the code that loads a folder with transformers. `library`: the hub's name of the loading
-    library.
+    `holds`: kinds of values that it can store; empty if quantkit only reads it, as a source. `loading`: how each engine
+    loads it; the first engine is the default, and the first one with `values` computes baselines. `servers`: further
+    programs that load it, with the arguments that quantkit prints for them. recognizes(path) returns whether a folder
+    or file is in this format. open(path, weight_files, config) returns a reader; `config` is the source's config.json
+    if known. check(source, skeleton, layout) refuses models that the format cannot store, before long work.
+    writer(source, skeleton, run, layout) returns a writer that takes tensors in any order; None if the order in the
+    file is fixed or the engine writes it. open_quantized(path, weight_files, config) reads other tools' files as a
+    source; None if unsupported. `kinds`: all variants of its content. refusals(quantization) returns, by engine, why it
+    cannot load a folder with this `quantization_config` (empty: none). recorded_options(artifact) returns the recipe's
+    `bits` and options that the files record, each with all values that agree with the files. refuse_tensors(config,
+    shapes) raises ArtifactError if a model with this config.json has other tensors; None: compare with transformers'
+    model, which needs torch. prepared(source) returns the source as the format's engines compute it, with settings that
+    they ignore folded into weights. `usage`: Markdown for the model card on loading FOLDER; {file} becomes the first
+    weight file's name, {transformers} the code that loads a folder with transformers. `library`: the hub's name of the
+    loading library.
     """
 
     name: str
@@ -227,21 +227,21 @@ class Format:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Return the names of the engines that load it."""
+        """Return the names of the engines that load this format, the default first."""
         return tuple(self.loading)
 
     def loaded_by(self, engine: str) -> Loading:
-        """Return how an engine loads it; an empty record if the engine cannot."""
+        """Return how an engine loads this format; an empty record if the engine does not load it."""
         return self.loading.get(engine, Loading())
 
     @property
     def keeps(self) -> bool:
-        """Return whether its files store tensors outside the model unchanged, under their published names."""
+        """Return whether its files can store tensors outside the model unchanged, under their published names."""
         return self.weight_files == ("*.safetensors",)
 
 
 class _Leading(TensorWriter):
-    """The leader's writer, which reads finished blocks for all ranks."""
+    """The first process's writer, which also sends finished blocks to the other processes."""
 
     def __init__(self, writer: TensorWriter, shards: Shards) -> None:
         super().__init__(writer.checkpoint, writer.source, writer.run)
@@ -261,7 +261,7 @@ class _Leading(TensorWriter):
 
 
 class _Following(TensorWriter):
-    """The writer of every other rank."""
+    """The writer of every process but the first: it writes nothing."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards, self._finished = shards, shards.from_leader(0)
@@ -271,21 +271,21 @@ class _Following(TensorWriter):
         return self._finished
 
     def add(self, name: str, value: Written) -> None:
-        """Ignore the tensor: the leader has the same."""
+        """Ignore the tensor: the leader writes it."""
 
     def block(self, _prefix: str) -> Values:
         return self._shards.from_leader({})
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
-        """Do nothing: the leader replaces them."""
+        """Do nothing: the leader replaces the scales."""
 
     def finish_block(self, index: int) -> None:
-        """Do nothing: the leader finishes the block."""
+        """Do nothing: the leader records the block."""
 
 
 @contextmanager
 def leading(opened: AbstractContextManager[TensorWriter], shards: Shards) -> Iterator[TensorWriter]:
-    """Yield the leader's writer; in a single process, the `opened` writer itself."""
+    """Yield the writer for the first of several processes; for a single process, `opened` itself."""
     with opened as writer:
         if shards.size == 1:
             yield writer
@@ -296,5 +296,5 @@ def leading(opened: AbstractContextManager[TensorWriter], shards: Shards) -> Ite
 
 @contextmanager
 def following(shards: Shards) -> Iterator[TensorWriter]:
-    """Yield the writer of a rank that is not the leader."""
+    """Yield the writer for any process but the first."""
     yield _Following(shards)

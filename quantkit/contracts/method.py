@@ -1,6 +1,6 @@
-"""Interface of quantization methods, and the Job that they get: one requested conversion.
+"""Interface of quantization methods, and Job: one requested conversion.
 
-A Job does not change while it runs. Results and notes of the work go into the Findings of its Run.
+A Job does not change while it runs. Results and notes go into the Findings of its Run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ TakenOptions = TypeVar("TakenOptions", bound=Strict, contravariant=True, default
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes for a forecast: of the largest decoder block, and of the tensors outside the blocks.
+    """Sizes for a memory forecast, of the largest decoder block and of the tensors outside the blocks.
 
-    `stages`: (rows, columns) of linear layers; neighbours in a module with the same number of input columns count as
-    one. Each token has `states` hidden states, `of_text` further values that blocks are called with, and `shared`
-    values that blocks share. `reading`: bytes of memory to read a tensor of a block (`Source.reading_bytes`);
-    `reading_outside`: the same for tensors outside the blocks.
+    `layers`: (rows, columns) of linear layers. `stages`: the same, but adjacent layers of a module with equally many
+    columns count as one. Per token: `states` hidden states, `of_text` other values that blocks are called with, and
+    `shared` values that blocks share. `reading`: memory in bytes to read a tensor of a block (`Source.reading_bytes`);
+    `reading_outside`: to read a tensor outside the blocks. `item_bytes`: bytes of the widest stored type.
     """
 
     block_parameters: int
@@ -60,12 +60,12 @@ class Shapes:
 
     @property
     def widest(self) -> int:
-        """Return the input columns of the widest layer."""
+        """Return the number of input columns of the widest layer."""
         return max((columns for _, columns in self.stages), default=0)
 
     @property
     def tallest(self) -> int:
-        """Return the rows of the tallest stage."""
+        """Return the number of rows of the tallest stage."""
         return max((rows for rows, _ in self.stages), default=0)
 
     @property
@@ -78,9 +78,9 @@ class Shapes:
 class PeakMemory:
     """A method's peak memory on a decoder block, for the forecast.
 
-    `streams` of activations (0: no calibration; 1.25: a quarter of the sequences also runs through the unquantized
-    model); `suspended`: all batches wait inside the block; `work`: bytes besides the block, its activations and
-    the forward pass; `further`: names and bytes of the method's own phases.
+    `streams`: copies of the activations (0: no calibration; 1.25: a quarter of the sequences also pass through the
+    unquantized model). `suspended`: all batches wait inside the block. `work`: bytes in addition to the block, its
+    activations and the forward pass. `further`: bytes of other phases of the method, by name.
     """
 
     streams: float = 0
@@ -93,8 +93,8 @@ class PeakMemory:
 class BitSearch(Generic[TakenOptions, OwnPlan]):
     """A long search before writing, such as for the bits of each layer.
 
-    choose(job, run) returns the plan with the choice, and records the choice in the findings, so that unfinished work
-    resumes with it. memory(job, shapes) returns the bytes of its phases by name.
+    choose(job, run) returns the plan with the chosen bits and records them in the findings, so that unfinished work
+    resumes with the same bits. memory(job, shapes) returns the bytes of its phases by name.
     """
 
     choose: Callable[[CheckedJob[TakenOptions, OwnPlan], Run], OwnPlan]
@@ -103,18 +103,19 @@ class BitSearch(Generic[TakenOptions, OwnPlan]):
 
 @dataclass(frozen=True)
 class Method(Generic[OwnOptions, OwnPlan]):
-    """A quantization method. It handles no files: its results go to the job's format.
+    """A quantization method. It handles no files: it passes its results to the job's format.
 
-    It can write every format that holds what it `makes`; the default is `default_format`. `other_kinds`: for some bits,
-    another kind of values or another default format. refuse_config(config) returns why no model of this config.json is
-    supported, if the file alone shows it, without torch or transformers. check(job) refuses jobs that cannot work,
-    before any long work. write(job, run) makes the tensors and passes them to the format's writer in run.folder.
-    weights_comparable: stored values are near the source's, tensor by tensor. calibrated(options) returns whether it
-    needs calibration text, needs_torch(options) whether it needs torch, here or in transformers. peak_memory(job,
-    shapes) returns the memory of the work on a decoder block; None: no forecast. refuse_ranks(job) returns why several
-    processes cannot share the work; None: they can. bits_of(source) returns the bits that the source implies if the
-    user gives none; None: the default. `bit_search` runs before `write`; None: nothing is left to choose after the
-    check. `records`: constants that manifests record among the options and users cannot set, since they decide bytes.
+    Any format that holds what it `makes` can store the result; default: `default_format`. `other_kinds`: by bits,
+    another kind of values and default format. refuse_config(config) returns why no model with this config.json is
+    supported, if config.json alone shows it (without torch or transformers), else None. check(job) refuses jobs that
+    cannot work, before any long work. write(job, run) computes the tensors and passes them to the format's writer in
+    run.folder. `weights_comparable`: stored values approximate the source's, tensor by tensor. calibrated(options)
+    returns whether it needs calibration text, needs_torch(options) whether it needs torch, directly or in transformers.
+    peak_memory(job, shapes) returns the memory of the work on a decoder block; None: no forecast. refuse_ranks(job)
+    returns why several processes cannot share the work; None: they can. bits_of(source) returns the bits that the
+    source implies if the user gives none; None: the default. `bit_search` runs before `write`; None: the check decides
+    everything. `records`: constants that decide bytes; manifests record them among the options, but users cannot set
+    them.
     """
 
     name: str
@@ -139,11 +140,11 @@ class Method(Generic[OwnOptions, OwnPlan]):
     records: tuple[str, ...] = ()
 
     def kind_of(self, bits: str | None) -> tuple[Content, str]:
-        """Return the kind of values for these bits (None: the default), and the default format for them."""
+        """Return (kind of values, default format) for these bits (None: the default bits)."""
         return self.other_kinds.get(bits or self.default_bits, (self.makes, self.default_format))
 
     def parse_bits(self, bits: str | int | None) -> str:
-        """Return the method's own spelling of `bits`; raises RecipeError."""
+        """Return `bits` in the method's own spelling, or its default; raises RecipeError for unknown bits."""
         if bits is None:
             return self.default_bits
         for known in self.bits:
@@ -155,13 +156,13 @@ class Method(Generic[OwnOptions, OwnPlan]):
         )
 
     def parse_options(self, options: Mapping[str, object]) -> OwnOptions:
-        """Return the method's options record; raises RecipeError."""
+        """Return the options as the method's `Options` record; raises RecipeError if one is invalid."""
         return parse(self.Options, dict(options), f"options of the method {self.name}")
 
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """The token ids (S, T) int64 that a model is calibrated on, and their entry in the manifest."""
+    """Calibration token ids (S, T) int64, and their entry in the manifest."""
 
     ids: np.ndarray
     entry: CalibrationEntry
@@ -179,9 +180,9 @@ FEEDBACK_RECORD = "error_feedback"  # key of these settings in manifests of meth
 class Job(Generic[Options]):
     """A recipe with its opened source, its method and the format to write.
 
-    `options` is the method's record. `device`: torch's name of the device; `batch_tokens` of calibration pass through a
-    block together; activations beyond `offload_bytes` go to files; `max_memory`: bytes that the process may use (None:
-    what is free). `shards`: the processes that share the work.
+    `options`: the method's record. `device`: name in torch. `batch_tokens`: calibration tokens that pass through a
+    block together. `offload_bytes`: activations beyond it go to files. `max_memory`: bytes that the process may use
+    (None: the free memory). `shards`: the processes that share the work.
     """
 
     source: Source
@@ -199,7 +200,7 @@ class Job(Generic[Options]):
 
     @property
     def bits(self) -> str:
-        """Return the bits as in the method's own terms."""
+        """Return the bits in the method's own spelling."""
         return self.recipe.bits or self.method.default_bits
 
     @property
@@ -215,13 +216,13 @@ class Job(Generic[Options]):
         return self._skeletons[-1][1]
 
     def check_layout(self, layout: Layout) -> Checked[Layout]:
-        """Return the format's check of a layout; raises UnsupportedError, RecipeError."""
+        """Return the format's check of a layout; raises UnsupportedError or RecipeError."""
         if self.format.check is None:
             raise UnsupportedError(f"the format {self.format.name} cannot be written tensor by tensor")
         return self.format.check(self.source, self.skeleton, layout)
 
     def open_writer(self, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
-        """Open the format's writer in the run's folder; of several ranks, only the first writes."""
+        """Open the format's writer in the run's folder; in any process but the first, a writer that does nothing."""
         if self.format.writer is None:
             raise UnsupportedError(f"the format {self.format.name} cannot be written tensor by tensor")
         if self.shards.rank:
@@ -231,7 +232,7 @@ class Job(Generic[Options]):
 
 @dataclass(frozen=True)
 class CheckedJob(Job[Options], Generic[Options, Plan]):
-    """A job with the results of its check, and calibration tokens if the method calibrates."""
+    """A job with the result of its check, and with calibration tokens if the method needs them."""
 
     _: KW_ONLY
     checked: Checked[Plan]
@@ -241,13 +242,13 @@ class CheckedJob(Job[Options], Generic[Options, Plan]):
     def of(
         cls, job: Job[Options], checked: Checked[Plan], calibration: CalibrationTokens | None = None
     ) -> CheckedJob[Options, Plan]:
-        """Return the job with the results of its check."""
+        """Return the job with the result of its check added."""
         asked = {field.name: getattr(job, field.name) for field in fields(job)}
         return cls(**asked, checked=checked, calibration=calibration)
 
 
 def with_layer_bits(job: CheckedJob, run: Run) -> CheckedJob:
-    """Return the job with chosen layer bits in its plan, if the method searches them."""
+    """Run the method's bit search, if it has one, and return the job with the chosen bits in its plan."""
     if (search := job.method.bit_search) is None:
         return job
     return replace(job, checked=replace(job.checked, plan=search.choose(job, run)))

@@ -1,4 +1,4 @@
-"""The Model that is evaluated or served: an artifact, or a source model itself."""
+"""Model: an artifact or a source model to evaluate or serve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_ITS_FILES = (
 
 @dataclass(frozen=True)
 class Model:
-    """Exactly one of `artifact` and `source` is set."""
+    """An artifact or a source model; exactly one of `artifact` and `source` is set."""
 
     artifact: Artifact | None
     source: Source | None
@@ -42,19 +42,19 @@ class Model:
 
     @property
     def format(self) -> str:
-        """Return the name of the format that it is stored in."""
+        """Return the name of the format in which the model is stored."""
         return self.artifact.manifest.format if self.artifact else self._source.format
 
     @property
     def name(self) -> str:
-        """Return the source model's name (the last part of a folder), with its adapters' names."""
+        """Return the source model's name (of a folder, its last part) followed by its adapters' names."""
         if self.artifact:
             return self.artifact.manifest.source.name
         return " + ".join([self._source.name, *(adapter.name for adapter in self._source.adapters)])
 
     @property
     def ref(self) -> ModelRef:
-        """Return the reference by which another process opens the model."""
+        """Return a reference with which another process can open the model."""
         if self.artifact:
             return ModelRef(model=str(self.artifact.folder.absolute()))
         source = self._source
@@ -70,7 +70,7 @@ class Model:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Return the ids of tokens that end an answer, from the tokenizer, config.json and generation_config.json."""
+        """Return the ids of end-of-text tokens, from the tokenizer, config.json and generation_config.json."""
         own = self.artifact.folder / GENERATION if self.artifact else self._source.side_files().get(GENERATION)
         generation = read_object(own, EngineError, "Fetch it again, or remove it.") if own and own.is_file() else {}
         ends = [self.tokenizer().eos_token_id]
@@ -84,19 +84,19 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype in config.json, transformers' default; float32 if it has none."""
+        """Return the dtype in config.json, which is transformers' default; float32 if config.json has none."""
         return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
 
     @property
     def digest(self) -> str:
-        """Return a hash that identifies the evaluated bytes."""
+        """Return a hash that identifies the model's files."""
         if self.artifact:
             return self.artifact.digest
         return hashlib.sha256("".join(self._source.hashes.values()).encode()).hexdigest()
 
     @property
     def label(self) -> str:
-        """Return the column name: method and bits, or the dtype or format of the source."""
+        """Return the model's column title in tables: method and bits, or the source's dtype or format."""
         if self.artifact:
             return self.artifact.label
         if self._source.format != "float":
@@ -110,7 +110,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Return the number of weights of the source model."""
+        """Return the number of parameters of the source model."""
         return self.artifact.manifest.source.parameters if self.artifact else self._source.parameters
 
     def entry(self) -> ModelEntry:
@@ -124,5 +124,5 @@ class Model:
         )
 
     def tokenizer(self) -> Any:
-        """Return the Hugging Face tokenizer; an artifact has its own."""
+        """Return the Hugging Face tokenizer, for an artifact the one in its folder."""
         return load_tokenizer(self.artifact.folder) if self.artifact else self._source.tokenizer()

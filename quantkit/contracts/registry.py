@@ -1,8 +1,8 @@
-"""The registry: finds methods, formats and engines in three folders, one record per file.
+"""The registry of methods, formats and engines: one file or folder per entry, imported when it is needed.
 
-`quantkit/methods/NAME.py` has `METHOD`, `quantkit/formats/NAME.py` or a folder `FORMAT`, `quantkit/engines/NAME.py`
-`ENGINE`. The name of the file or folder is the name everywhere: in recipes, on the command line, in the docs; an
-underscore in it is a dash there. Names with a leading underscore are shared code.
+`quantkit/methods/NAME.py` defines `METHOD`, `quantkit/formats/NAME.py` (or a folder) `FORMAT`, and
+`quantkit/engines/NAME.py` `ENGINE`. NAME is used everywhere: in recipes, on the command line, in the docs, with dashes
+for underscores. Names with a leading underscore are shared code.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _find(kind: str, folder: str, attribute: str, name: str) -> Any:
 
 
 def find_method(name: str) -> Method:
-    """Return a method by name; raises RecipeError with a near-miss hint."""
+    """Return the method `name`; raises RecipeError for an unknown name and suggests a similar one."""
     return _find("method", "methods", "METHOD", name)
 
 
 def find_format(name: str) -> Format:
-    """Return a format by name; raises RecipeError with a near-miss hint."""
+    """Return the format `name`; raises RecipeError for an unknown name and suggests a similar one."""
     return _find("format", "formats", "FORMAT", name)
 
 
@@ -68,7 +68,7 @@ def formats_for(method: Method, bits: str | None = None) -> list[str]:
 
 
 def find_format_for(method: Method, name: str | None, bits: str | None = None) -> Format:
-    """Return the format of that name, or the method's default; raises RecipeError if it cannot hold the values."""
+    """Return the format `name` (None: the method's default); raises RecipeError if it cannot hold the values."""
     if name is None:
         return find_format(method.kind_of(bits)[1])
     known = formats_for(method, bits)
@@ -82,7 +82,7 @@ def find_format_for(method: Method, name: str | None, bits: str | None = None) -
 
 
 def _who_writes(name: str) -> str:
-    """Return a sentence on which methods write this format, with a command; empty for an unknown format."""
+    """Return a sentence on the methods that write this format, with a command; empty for an unknown format."""
     if name not in formats():
         return ""
     writers = [other for other in methods().values() if other.makes in find_format(name).holds]
@@ -95,7 +95,7 @@ def _who_writes(name: str) -> str:
 
 
 def find_engine(name: str) -> Engine:
-    """Return an engine by name; raises RecipeError with a near-miss hint."""
+    """Return the engine `name`; raises RecipeError for an unknown name and suggests a similar one."""
     return _find("engine", "engines", "ENGINE", name)
 
 
@@ -115,6 +115,6 @@ def engines() -> dict[str, Engine]:
 
 
 def server_of(format_name: str) -> str | None:
-    """Return the server that `quantkit serve` starts for a format, or None."""
+    """Return the name of the server that `quantkit serve` starts for a format, or None."""
     servers = (engines()[name].server for name in find_format(format_name).engines)
     return next(filter(None, servers), None)

@@ -1,4 +1,4 @@
-"""The result of a check, and a Run: one execution of a job with its findings."""
+"""Results of a check (Checked), and one execution of a job (Run) with its findings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Plan = TypeVar("Plan", covariant=True, default=object)
 
 @dataclass(frozen=True)
 class Checked(Generic[Plan]):
-    """The result of a check before long work.
+    """Result of a check before long work.
 
-    `plan`: the method's or format's plan of the work; `nbytes`: size of the artifact; `options`: those that
-    were resolved, such as ``auto``; `notes` for the user.
+    `plan`: the method's or format's plan of the work; `nbytes`: estimated size of the artifact; `options`: resolved
+    values of options such as ``auto``; `notes`: for the user.
     """
 
     plan: Plan
@@ -30,7 +30,7 @@ class Checked(Generic[Plan]):
 
 @dataclass
 class Findings:
-    """Results of a run besides tensors: notes by topic, counts by stored type, resolved options, numbers by name."""
+    """What a run records apart from tensors: notes by topic, tensor counts by type, resolved options, numbers."""
 
     notes: dict[str, str] = field(default_factory=dict)
     tensor_types: dict[str, int] = field(default_factory=dict)
@@ -38,21 +38,21 @@ class Findings:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def note(self, text: str, topic: str | None = None) -> None:
-        """Add a note; it replaces an earlier one with the same topic."""
+        """Add a note; it replaces an earlier note on the same topic."""
         self.notes[topic or text] = text
 
     def count(self, tensor_type: str) -> None:
-        """Count one tensor stored as `tensor_type`."""
+        """Count one more tensor stored as `tensor_type`."""
         self.tensor_types[tensor_type] = self.tensor_types.get(tensor_type, 0) + 1
 
     def to_values(self) -> dict[str, object]:
-        """Return JSON values, for the journal of unfinished work."""
+        """Return the findings as JSON values, for the journal of unfinished work."""
         return asdict(self)
 
 
 @dataclass
 class Run:
-    """One execution of a job: the staging folder, the progress listener, and the findings."""
+    """One execution of a job: the folder to write, the progress listener, and the findings."""
 
     folder: Path
     progress: Progress = field(default_factory=Progress)

@@ -1,6 +1,6 @@
-"""The tensors of an artifact, by the names in the evaluated model.
+"""Reading an artifact's tensors by the names that they have in the evaluated model.
 
-A multimodal model's tensors have the names of its text half; tensors outside the model are left out.
+Tensors of a multimodal model get the names of its text half; tensors outside the evaluated model are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AGAIN = "Convert again with --force."
 
 
 def open_stored(artifact: Artifact, kind: Format) -> TensorReader:
-    """Open the tensors of an artifact, without those outside the model; raises ArtifactError."""
+    """Return a reader of an artifact's tensors, without tensors outside the model; raises ArtifactError."""
     manifest, folder = artifact.manifest, artifact.folder
     reader = kind.open(folder, manifest.weight_files, dict(manifest.source.config))
     outside = manifest.source.kept
@@ -38,15 +38,15 @@ def open_stored(artifact: Artifact, kind: Format) -> TensorReader:
 
 
 def stored_values(reader: TensorReader) -> Iterator[tuple[str, Stored]]:
-    """Yield every tensor with its name, one at a time."""
+    """Yield (name, value) of every tensor, one at a time."""
     return ((name, reader.read(name)) for name in reader.names())
 
 
 class NamedReader:
-    """Maps the published names of a format's `reader`. `prefixes` are a text half's, None for a
-    model that is not multimodal; `outside`: tensors outside the model, counted by stored type in `types`.
+    """A reader that maps the published names of another `reader` to the names in the evaluated model.
 
-    All other tensors have their published names.
+    `prefixes`: name prefixes of a multimodal model's text half, else None. `outside`: tensors to leave out; `types`:
+    their number by stored type.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class NamedReader:
         return stored
 
     def types(self) -> Mapping[str, int]:
-        """Count tensors by stored type, without those outside the model."""
+        """Return the number of tensors by stored type, without tensors outside the model."""
         return Counter(self._reader.types()) - Counter(self._kept_types)
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the reader's shape; None for a dense tensor."""
+        """Return the shape (N, K) of a quantized layer; None for a dense tensor."""
         shape: tuple[int, ...] | None = self._reader.quantized_shape(self._published[name])
         return shape
 

@@ -1,1 +1,1 @@
-"""Check, forecast, stage, write, verify."""
+"""Conversion of a model into an artifact: check, forecast, stage, write, verify."""

@@ -1,6 +1,6 @@
-"""Turn a recipe into a checked job: refuse everything that can be refused before long work.
+"""Turn a recipe into a checked job; raise every error that can be found before long work.
 
-If a method refuses a model, the other methods' checks show which of them accept it.
+If a method refuses a model, the error lists the methods whose checks accept it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ OFFLOAD_SHARE = 0.25  # of a GPU's memory
 
 @dataclass(frozen=True)
 class ReadyJob:
-    """A checked job: the artifact's folder, the bytes of disk that the work needs, and the forecast.
+    """A checked job with the artifact's folder `out`, the disk space it needs in bytes, and the memory forecast.
 
-    With `force`, an artifact at `out` is replaced.
+    `force`: replace an artifact at `out`.
     """
 
     job: CheckedJob
@@ -56,7 +56,7 @@ class ReadyJob:
 
 
 def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: ResourceSpec | None = None) -> Job:
-    """Return a job, after all checks that read no weights: method, bits, format, options, device, checkpoint."""
+    """Return a job after all checks that read no weights: method, bits, format, options, device, checkpoint."""
     method, resources = find_method(recipe.method), resources or ResourceSpec()
     bits = method.parse_bits(recipe.bits)
     kind = find_format_for(method, recipe.format, bits)
@@ -86,13 +86,13 @@ def _offload_bytes(device: str) -> int:
 
 
 def default_out(recipe: ConvertRecipe) -> Path:
-    """Return `MODEL-ADAPTERS-METHOD-BITS` in the current folder, followed by the given options."""
+    """Return the default output folder, `MODEL-ADAPTERS-METHOD-BITS` with the given options appended."""
     names = [Path(place).name for place in (recipe.model, *recipe.adapters)]
     return Path(safe_name("-".join([names[0] or "model", *filter(None, names[1:]), recipe.label])))
 
 
 def place_for(job: Job, out: str | Path | None, force: bool = False) -> Path:
-    """Return the artifact's folder; raises OutputError if it cannot be written."""
+    """Return the artifact's folder; raises OutputError if nothing can be written there."""
     place = place_of(default_out(job.recipe) if out is None else out)
     refuse_existing(place, force)
     folder = job.source.folder
@@ -103,7 +103,7 @@ def place_for(job: Job, out: str | Path | None, force: bool = False) -> Path:
 
 
 def check(job: Job, out: str | Path | None = None, force: bool = False) -> ReadyJob:
-    """Check output, method, calibration text, disk and memory before long work.
+    """Check output, method, calibration text, disk and memory before long work, and return the checked job.
 
     `out` is the artifact's folder (default: a name made of the recipe); `force` allows replacing an artifact there.
     """
@@ -150,7 +150,7 @@ def check(job: Job, out: str | Path | None = None, force: bool = False) -> Ready
 
 
 def _refuse_ranks(job: Job) -> None:
-    """Raise RecipeError if several processes cannot share the method's work."""
+    """Raise RecipeError if several processes were started and the method's work cannot be shared."""
     reason = job.method.refuse_ranks(job) if job.shards.size > 1 else None
     if reason is not None:
         raise RecipeError(
@@ -160,7 +160,7 @@ def _refuse_ranks(job: Job) -> None:
 
 
 def _refuse_many_ranks(processes: int, sequences: int, length: int) -> None:
-    """Raise RecipeError if some processes would get no calibration sequences."""
+    """Raise RecipeError if there are fewer batches of calibration sequences than processes."""
     if processes == 1:
         return
     from quantkit.calibration.walk import batch_size
@@ -174,7 +174,7 @@ def _refuse_many_ranks(processes: int, sequences: int, length: int) -> None:
 
 
 def _source_notes(source: Source) -> tuple[str, ...]:
-    """Note that the source was quantized before, or brings code of its own."""
+    """Return the source's notes, and notes if it was quantized before or names code of its own."""
     notes = list(source.notes)
     if source.quantization is not None:
         notes.append(
@@ -190,7 +190,7 @@ def _source_notes(source: Source) -> tuple[str, ...]:
 
 
 def _untested_notes(job: Job) -> tuple[str, ...]:
-    """Note an untested architecture, for methods that accept any."""
+    """Return a note if no test covers the architecture and the method accepts any architecture."""
     kind = job.source.architecture
     if kind in PROVEN or not job.method.makes.of_linear_layers:
         return ()
@@ -201,7 +201,7 @@ def _untested_notes(job: Job) -> tuple[str, ...]:
 
 
 def _left_alone_notes(job: Job) -> tuple[str, ...]:
-    """Note layers that stay unquantized although their shapes would allow it."""
+    """Return a note on layers that stay unquantized although their shapes would allow quantization."""
     if not job.method.needs_torch(job.options) or not job.method.makes.of_linear_layers:
         return ()
     names = job.skeleton.left_alone()
@@ -217,7 +217,7 @@ def _left_alone_notes(job: Job) -> tuple[str, ...]:
 def _tokenizer_notes(job: Job) -> tuple[str, ...]:
     """Return notes on the tokenizer.
 
-    Raises SourceError if it is missing or its vocabulary is larger than the model's: the artifact would be unusable.
+    Raises SourceError if the tokenizer is missing or has more tokens than the model: the artifact would be unusable.
     """
     source = job.source
     is_folder = "config.json" in source.hashed_files
@@ -243,7 +243,7 @@ def _tokenizer_notes(job: Job) -> tuple[str, ...]:
 
 
 def _ends_notes(given: Mapping[str, Any], rows: int | None) -> tuple[str, ...]:
-    """Note special tokens that have no row in the embedding; some published models have them and work."""
+    """Return notes on special tokens without a row in the embedding; some published models have them and work."""
     return tuple(
         f"{name} is {shown(ids)}, but the embedding has {rows} rows: the model can neither read nor generate this token"
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -253,7 +253,7 @@ def _ends_notes(given: Mapping[str, Any], rows: int | None) -> tuple[str, ...]:
 
 
 def _lost_ends_notes(kind: Format, given: Mapping[str, Any], tokenizer: Any) -> tuple[str, ...]:
-    """Note end tokens that the format cannot name: it stores only the tokenizer's."""
+    """Return a note on end-of-text tokens that the format cannot store: it stores only the tokenizer's EOS."""
     ids = given.get("eos_token_id")
     ids = set(ids if isinstance(ids, list) else [ids]) - {None, tokenizer.eos_token_id}
     if not ids:
@@ -266,7 +266,7 @@ def _lost_ends_notes(kind: Format, given: Mapping[str, Any], tokenizer: Any) -> 
 
 
 def _with_leftovers(job: Job) -> tuple[Source, tuple[str, ...]]:
-    """Return the source with the tensors that its model does not use passed through or dropped, and notes on them."""
+    """Return the source with tensors that its model does not use passed through or dropped, and notes on them."""
     from quantkit.models.skeleton import leftovers
 
     source = job.source
@@ -282,9 +282,9 @@ def _with_leftovers(job: Job) -> tuple[Source, tuple[str, ...]]:
 
 
 def _passed_through(job: Job, names: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the tensors that the format can store unchanged, and notes on these and on all others.
+    """Return which tensors the format can store unchanged, and notes on them and on the tensors it leaves out.
 
-    `names` maps published names to those that the source reads by.
+    `names` and the result map published names to the names by which the source reads the tensors.
     """
     source = job.source
 
@@ -313,11 +313,11 @@ UNKNOWN = "`quantkit methods` lists the others."
 
 
 def alternatives_to(job: Job, but: str = "", walked: bool = False) -> str:
-    """Return a sentence with each METHOD:BITS, except `but`, whose checks accept the source with default options.
+    """Return a sentence that lists the METHOD:BITS whose checks accept the source, except for the method `but`.
 
-    `walked`: the model was refused during calibration, which other calibrating methods would reach, too. All their
-    checks run, so use this in errors only. Where transformers was imported without torch, most checks cannot run in
-    this process, and another process runs them.
+    All methods' checks run with default options, so use this in errors only. `walked`: the model was refused during
+    calibration, so leave out all calibrating methods. If transformers was imported without torch, most checks cannot
+    run in this process, and another process runs them.
     """
     if not torch_left_out():
         return hint(job, but, walked)
@@ -327,7 +327,7 @@ def alternatives_to(job: Job, but: str = "", walked: bool = False) -> str:
 
 
 def hint(job: Job, but: str, walked: bool = False) -> str:
-    """Return the sentence of `alternatives_to`, computed in this process."""
+    """Return the sentence of `alternatives_to`, with all checks run in this process."""
     others = [method for name, method in methods().items() if name != but and method.makes is not Content.FLOATS]
     names = [f"{method.name}:{bits}" for method in others if (bits := _accepted_bits(method, job, walked))]
     if not names:
@@ -336,7 +336,7 @@ def hint(job: Job, but: str, walked: bool = False) -> str:
 
 
 def _accepted_bits(method: Method, job: Job, walked: bool) -> str | None:
-    """Return the first bits that the method's check accepts, its default before others; None if it refuses all."""
+    """Return the first bits that the method's check accepts, trying its default first; None if it refuses all."""
     for bits in sorted(method.bits, key=lambda bits: bits != method.default_bits):
         recipe = job.recipe.model_copy(update={"method": method.name, "bits": bits, "options": {}, "format": None})
         kind, options = find_format(method.kind_of(bits)[1]), method.parse_options({})

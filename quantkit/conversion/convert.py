@@ -44,15 +44,14 @@ def convert(
 ) -> Artifact:
     """Quantize `model` (a hub id, a checkpoint folder, or ``demo``) and return the finished artifact.
 
-    `bits` as in the method's own terms (4, ``int8``, ``Q4_K_M``). `out` is the artifact's folder
-    (default: a name made of the recipe); `force` allows replacing an artifact there. `settings` are the method's own
-    options, and further fields of the recipe and of `ResourceSpec`:
+    `bits`: in the method's own spelling (4, ``int8``, ``Q4_K_M``). `out`: the artifact's folder (default: a name made
+    from the recipe); `force` allows replacing an artifact there. `settings`: the method's options, and these fields:
 
     - `format` to write, one that the method can write (default: its first);
     - `revision` of a hub model; `adapters`, folders of LoRA adapters to merge in float32, in this order; `seed`;
-    - `device` of calibration: auto (the GPU where torch has one), cpu, cuda, cuda:1;
-    - `offload_gb`: activations of more than this go to a file (default: 0.02 on the CPU, a quarter of a GPU's memory);
-    - `max_memory_gb`: refuse a conversion that is forecast to take more (default: what is free).
+    - `device` of calibration: auto (the GPU if torch has one), cpu, cuda, cuda:1;
+    - `offload_gb`: larger activations go to a file (default: 0.02 on the CPU, a quarter of a GPU's memory);
+    - `max_memory_gb`: refuse a conversion with a larger memory forecast (default: the free memory).
 
     Raises a QuantkitError before any long work if the conversion cannot succeed; it leaves no files then.
     An interrupted conversion continues from `OUT.partial` when it is called again.
@@ -68,7 +67,7 @@ def recipe_of(
     calibration: CalibrationSpec | dict[str, Any] | None,
     settings: dict[str, Any],
 ) -> tuple[ConvertRecipe, ResourceSpec]:
-    """Sort the arguments of `convert` into its records; raises RecipeError."""
+    """Return the arguments of `convert` as a recipe and resource limits; raises RecipeError."""
     options = dict(settings)
     resources = parse(ResourceSpec, take_fields(options, ResourceSpec), "convert")
     values = take_fields(options, ConvertRecipe, ("format", "revision", "adapters", "seed"))
@@ -80,7 +79,7 @@ def recipe_of(
 
 
 def run(ready: ReadyJob, progress: Progress | None = None) -> Artifact:
-    """Run a checked job; see `convert`."""
+    """Run a checked job and return the artifact; see `convert`."""
     progress, job = progress or Progress(), ready.job
     if job.calibration is not None:
         progress.say(f"device: {device_label(job.device)}")
@@ -94,9 +93,9 @@ def run(ready: ReadyJob, progress: Progress | None = None) -> Artifact:
 
 
 def follow(ready: ReadyJob) -> None:
-    """Do this rank's share of the leader's `run`; its temporary files are removed at the end.
+    """Run this process's share of a conversion that the first process leads; its temporary files are deleted.
 
-    Raises RecipeError if it is not the same conversion, RankError if the leader ends.
+    Raises RecipeError if the first process runs another conversion, RankError if it ends.
     """
     own: dict[str, Any] = fingerprint(ready.job)
     leaders, unfinished = ready.job.shards.from_leader((own, False))
@@ -124,12 +123,11 @@ def import_gguf(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the model in the GGUF file `path` (of a split model the first file) as a checkpoint folder; return `out`.
+    """Convert the GGUF file `path` (of a split model: the first file) to a checkpoint folder, and return `out`.
 
-    float32 holds the file's values exactly, float16 rounds them. `tokenizer` is a folder with the tokenizer to take
-    float32 holds the file's values exactly, float16 rounds them. `tokenizer` is a folder with a tokenizer, `config` a
-    config.json, to use instead of the file's. Raises ArtifactError for an unreadable file. Raises UnsupportedError for
-    values beyond `dtype`, and if the configuration or the tokenizer would not behave as the file says.
+    dtype float32 stores the file's values exactly; float16 and bfloat16 round them. `tokenizer` (a folder) and `config`
+    (a config.json) replace the file's own. Raises ArtifactError for an unreadable file, UnsupportedError for values
+    beyond the range of `dtype` or if configuration or tokenizer cannot be reproduced exactly.
     """
     from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 
@@ -170,7 +168,7 @@ def _make(job: CheckedJob, folder: Path, progress: Progress) -> None:
 
 
 def _restored(folder: Path) -> Findings | None:
-    """Return the findings of finished blocks in `folder`; None without blocks that this version has written."""
+    """Return the findings of an interrupted run in `folder`; None if it has no usable finished blocks."""
     state = restore(folder)
     if state is None:
         return None
@@ -183,7 +181,7 @@ def _restored(folder: Path) -> Findings | None:
 
 
 def _refuse_unwritable(job: CheckedJob, folder: Path, text: MethodText, inherited: dict[str, Any]) -> None:
-    """Raise SourceError if manifest or card could not be written at the end, because of the source's files."""
+    """Raise SourceError if the source's names or settings would make the manifest or model card unwritable."""
     with reraise_as(f"quantkit cannot write a manifest and card for {shown(job.source.name)}", SourceError):
         draft = make_manifest(job, Run(folder)).model_copy(update={"weight_files": ("weights",)})
         render(draft, text, inherited).encode()

@@ -1,4 +1,4 @@
-"""The memory, disk and time that a conversion needs; the time is measured on its first units of work."""
+"""Forecast the memory, disk space and time of a conversion; the time is measured on its first units of work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quantkit.system.progress import Progress, Step
 
 @dataclass(frozen=True)
 class DryRun:
-    """The memory forecast (None if the method has none), disk in bytes, and time in seconds."""
+    """Memory forecast (None if the method has none), disk space in bytes, and time in seconds."""
 
     forecast: Forecast | None
     disk: int
@@ -28,7 +28,7 @@ class DryRun:
     work_seconds: float
 
     def to_values(self) -> dict[str, object]:
-        """Return plain values for JSON, in bytes and seconds."""
+        """Return a dict for JSON, in bytes and seconds."""
         memory = None if self.forecast is None else self.forecast.memory
         phases = {} if self.forecast is None else self.forecast.phases
         return {
@@ -43,20 +43,20 @@ class DryRun:
 
 
 def dry_run(ready: ReadyJob) -> DryRun:
-    """Forecast a checked job; this does its first units of work in a temporary folder."""
+    """Forecast a checked job by running its first units of work in a temporary folder."""
     before, work = _measure(ready.job)
     return DryRun(ready.forecast, ready.disk_bytes, ready.out, ready.job.device, before, work)
 
 
 class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
-    """Ends the trial after the first units of work."""
+    """Signal that ends a trial after the first units of work."""
 
 
 def _measure(job: CheckedJob) -> tuple[float, float]:
-    """Begin the conversion in a temporary folder; return (seconds before the first unit, seconds of the whole work).
+    """Start the conversion in a temporary folder; return (seconds before the first unit of work, seconds of all units).
 
-    The first unit, usually a decoder block, stands for all. What is chosen before the writing has units of its own; the
-    trial of the writing goes on without it.
+    The first unit, usually a decoder block, is extrapolated to all. A bit search has units of its own and is timed
+    first; if it is not finished, the timing of the writing goes on without its result.
     """
     with temporary_folder() as folder:
         job.source.copy_side_files(folder)
@@ -71,7 +71,7 @@ def _measure(job: CheckedJob) -> tuple[float, float]:
 
 
 def _trial(run: Run, work: Callable[[], object]) -> tuple[float, float]:
-    """Begin `work`; return (seconds before its first unit, seconds of all its units)."""
+    """Start `work` and stop it early; return (seconds before its first unit, estimated seconds of all units)."""
     begun: list[float] = []
     measured: list[tuple[float, float]] = []
     start = time.monotonic()

@@ -1,8 +1,8 @@
-"""The forecast of a conversion: peak memory from the model's shapes, and time from one measured decoder block.
+"""Forecast of a conversion's peak memory from the model's shapes.
 
-Peak resident memory is what the process holds after its checks, plus the largest of four phases: the first pass over
-the embedding, the work on a decoder block, the largest tensor outside the blocks, and reading the artifact back. What
-a method needs besides a block and its activations comes from `Method.peak_memory`.
+Peak resident memory is the process's memory after its checks plus the largest of these phases: embedding the
+calibration text, work on a decoder block, the largest tensor outside the blocks, and reading source and artifact.
+`Method.peak_memory` gives what a method needs in addition to a block and its activations.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GPU_BATCH_TOKENS = 16 * BATCH_TOKENS  # a GPU computes small batches at a part o
 
 @dataclass(frozen=True)
 class Forecast(MemoryEstimate):
-    """The peak resident size of the process, in bytes.
+    """Forecast of the process's peak resident memory, in bytes.
 
-    `on_device`: peak on a device that is not the CPU; `offloaded`: activations in a file instead of memory.
+    `on_device`: peak on a device other than the CPU; `offloaded`: activations in a file instead of memory.
     """
 
     on_device: int = 0
@@ -41,7 +41,7 @@ class Forecast(MemoryEstimate):
 
 
 def shapes_of(job: Job) -> Shapes:
-    """Return the shapes, from the skeleton and the checkpoint's headers."""
+    """Return the model's sizes, from its skeleton and the checkpoint's headers."""
     from torch import nn
 
     from quantkit.models.config import beside_states
@@ -86,7 +86,7 @@ def shapes_of(job: Job) -> Shapes:
 
 
 def forecast(job: CheckedJob, shapes: Shapes, peak: PeakMemory) -> Forecast:
-    """Return the forecast of a checked job; `peak` is the method's own estimate for a decoder block."""
+    """Return the memory forecast of a checked job; `peak` is the method's estimate for a decoder block."""
     spec = job.recipe.calibration
     drawn = spec.sequences * spec.length if job.calibration is None else int(job.calibration.ids.size)
     tokens = drawn if peak.streams else 0
@@ -133,7 +133,7 @@ def forecast(job: CheckedJob, shapes: Shapes, peak: PeakMemory) -> Forecast:
 def _with_larger_batches(
     job: CheckedJob, predict: Callable[[CheckedJob], Forecast], free: int
 ) -> tuple[CheckedJob, Forecast]:
-    """Return the job with larger batches, as far as `free` bytes and `GPU_BATCH_TOKENS` allow."""
+    """Return the job with batches of up to `GPU_BATCH_TOKENS` that fit into `free` bytes, and its forecast."""
     job = replace(job, batch_tokens=GPU_BATCH_TOKENS)
     while (predicted := predict(job)).on_device > free and job.batch_tokens > BATCH_TOKENS:
         job = replace(job, batch_tokens=job.batch_tokens // 2)
@@ -141,10 +141,10 @@ def _with_larger_batches(
 
 
 def fit_memory(job: CheckedJob) -> tuple[CheckedJob, Forecast | None]:
-    """Forecast a checked job within `job.max_memory` (None: free memory); offload activations if that helps.
+    """Return the job with batches and an offload limit that fit the memory, and its forecast (None if it has none).
 
-    Returns the job with its limit of activations in memory, and its forecast (None if the method has none). Raises
-    ResourceError with the figures if it does not fit even so.
+    The memory is `job.max_memory`, or the free memory if that is None. If the job does not fit, all activations are
+    offloaded. Raises ResourceError with the figures if it still does not fit.
     """
     peak_memory = job.method.peak_memory
     if peak_memory is None or not job.method.needs_torch(job.options):

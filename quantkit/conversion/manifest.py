@@ -1,4 +1,4 @@
-"""The manifest of a fresh artifact, and the fingerprint of the work that makes it."""
+"""Make the manifest of a new artifact, and the fingerprint of a conversion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quantkit.system.sizes import bits_per_weight
 
 
 def fingerprint(job: CheckedJob) -> dict[str, Any]:
-    """Return all that decides the artifact's bytes, as JSON values: only work with an equal fingerprint is resumed."""
+    """Return everything that decides the artifact's bytes, as JSON values; work with an equal one can be resumed."""
     values: dict[str, Any] = {
         "recipe": job.recipe.model_dump(mode="json"),
         "format": job.format.name,
@@ -43,12 +43,12 @@ def fingerprint(job: CheckedJob) -> dict[str, Any]:
 
 
 def side_hashes(source: Source) -> dict[str, str]:
-    """Return the sha256 of the tokenizer's and other files of a checkpoint, by name; none for a GGUF file."""
+    """Return the sha256 of a checkpoint's tokenizer files and other side files by name; empty for a GGUF file."""
     return {name: sha256_of(path) for name, path in source.side_files().items()}
 
 
 def portable(job: Job) -> ConvertRecipe:
-    """Return the recipe without paths of this machine: folders and text files are reduced to their names."""
+    """Return the recipe without this machine's paths: of folders and text files only the names remain."""
     calibration = job.recipe.calibration
     if calibration.text is not None:
         calibration = calibration.model_copy(update={"text": Path(calibration.text).name})
@@ -57,7 +57,7 @@ def portable(job: Job) -> ConvertRecipe:
 
 
 def make_manifest(job: CheckedJob, run: Run) -> Manifest:
-    """Return the manifest of the run's folder, without weight errors and the card's hash."""
+    """Return the manifest for the run's folder, still without weight errors and the model card's hash."""
     files = list_files(run.folder)
     weights = tuple(name for name in files if any(Path(name).match(pattern) for pattern in job.format.weight_files))
     weight_bytes = sum(files[name].bytes for name in weights)

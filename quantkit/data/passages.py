@@ -1,9 +1,9 @@
-"""Estimate whether a text was seen before, by hashes of its passages of 13 words.
+"""Estimate how much of a text occurs in another one, by hashes of passages of 13 words.
 
-A passage is `WORDS` consecutive words, in lower case and without punctuation; characters of scripts without spaces
-are words. GPT-3's authors looked for 13-grams (Brown et al. 2020, appendix C). The sketch of a text are its
-`SKETCH_SIZE` smallest hashes (Broder 1997, bottom-k sketch). It suffices to estimate the share of another text's
-passages that occur in the text; the share is exact if the sketch holds all hashes.
+A passage is `WORDS` consecutive words, in lower case and without punctuation; in scripts without spaces, each character
+is a word. GPT-3's authors also compared 13-grams (Brown et al. 2020, appendix C). The sketch of a text is the set of
+its `SKETCH_SIZE` smallest hashes (bottom-k sketch, Broder 1997). With it, the share of another text's passages that
+occur in the text can be estimated; the share is exact if the sketch holds all hashes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def hashes_of(text: str) -> Hashes:
-    """Return (passages,) uint64 hashes of 48 bits, one for each passage of a text in order."""
+    """Return a 48-bit hash of each passage of a text, in order, (passages,) uint64."""
     words = WORD.findall(text.lower())
     if len(words) < WORDS:
         return np.zeros(0, np.uint64)
@@ -49,7 +49,7 @@ def hashes_of(text: str) -> Hashes:
 
 
 def sketch_of(texts: Iterable[str]) -> str:
-    """Return the sketch of `texts` in base64; no passage crosses from one text to the next."""
+    """Return the sketch of `texts` in base64; passages do not cross from one text to the next."""
     sketch = np.zeros(0, np.uint64)
     for text in texts:
         sketch = np.unique(np.concatenate([sketch, np.unique(hashes_of(text))[:SKETCH_SIZE]]))[:SKETCH_SIZE]
@@ -59,21 +59,21 @@ def sketch_of(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Seen:
-    """The numbers of `sampled` passages of a text, and of those `seen` in another text."""
+    """Number of passages `sampled` from a text, and how many of them were `seen` in another text."""
 
     seen: int
     sampled: int
 
     @property
     def share(self) -> float:
-        """Return the estimated share of the text's passages."""
+        """Return the estimated share of passages that were seen, 0 to 1."""
         return self.seen / self.sampled if self.sampled else 0.0
 
 
 def seen_in(sketch: str, texts: Iterable[str], among: Iterable[str] | None = None) -> Seen:
-    """Count the passages of `texts`, each once, that occur in the text with this `sketch`.
+    """Count the distinct passages of `texts` that occur in the text with this `sketch`.
 
-    With `among`, only passages that are also in it are counted.
+    With `among`, count only passages that also occur in one of these texts.
     """
     packed = np.frombuffer(base64.b64decode(sketch), np.uint8).reshape(-1, BYTES)
     before = np.zeros((len(packed), 8), np.uint8)

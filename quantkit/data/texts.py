@@ -1,11 +1,11 @@
-"""Texts: WikiText-2 through `datasets`, a file of the user, or a bundled text; and the token ids of a text.
+"""Texts and their token ids: WikiText-2 by `datasets`, a user's file, or a bundled text.
 
-The bundled texts were written for quantkit and have two halves, for calibration and for evaluation, without a common
-passage. `sample` is used if the hub cannot be reached: of `sample_articles.txt`, in WikiText's layout, the first
-twenty articles are for calibration, with the files of `SECTIONS`; the last twenty are for evaluation. Each kind of
-`KINDS` is a text of its own; `mixed` is all of them in turn.
-The pages and words of WikiText, and its detokenized text, are lm-evaluation-harness's (lm_eval/tasks/wikitext and the
-data set EleutherAI/wikitext_document_level). `clean` has the harness's order of steps, even those that do nothing.
+The bundled texts were written for quantkit. Each has one half for calibration and one for evaluation, without common
+passages. `sample` is used if the hub cannot be reached. Its calibration half is the first twenty articles of
+`sample_articles.txt` (in WikiText's layout) and the files of `SECTIONS`; its evaluation half is the last twenty
+articles. Each of `KINDS` is a text; `mixed` interleaves all of them. Pages, word counts and detokenization of WikiText
+follow lm-evaluation-harness (lm_eval/tasks/wikitext, data set EleutherAI/wikitext_document_level). `clean` has the same
+steps in the same order, even steps without effect.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BEGINNINGS = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text, its name, and its parts."""
+    """A text with its name; `parts` holds conversations and plain texts if the text has conversations."""
 
     name: str  # in tables
     content: str
@@ -76,14 +76,14 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Return the hex digest of the content's UTF-8 bytes."""
+        """Return the hex sha256 of the content in UTF-8."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
 def load_text(path: str | None, split: Split) -> Text:
-    """Load the bundled text of that name, or the file at `path`; a file of JSON lines may hold conversations.
+    """Load the bundled text named `path`, or the file at `path`; a JSON lines file may hold conversations.
 
-    Without a path, WikiText-2 (raw) if the hub is reachable, else the sample. Raises TextError.
+    If `path` is None, load WikiText-2 (raw) if the hub is reachable, else the sample. Raises TextError.
     """
     if path is None:
         return _wikitext(split) or sample_text(split)
@@ -99,12 +99,12 @@ def load_text(path: str | None, split: Split) -> Text:
 
 
 def sample_text(split: Split) -> Text:
-    """Return the bundled sample for `split`."""
+    """Return the calibration or evaluation half of the bundled sample."""
     return bundled_text("sample", split)
 
 
 def bundled_text(name: str, split: Split) -> Text:
-    """Return a bundled text for `split`."""
+    """Return the calibration or evaluation half of a bundled text."""
     if name == "sample":
         first, second = _articles()
         sections = (_bundled(f"kinds/{kind}_calibration.txt") for kind in SECTIONS)
@@ -117,7 +117,7 @@ def bundled_text(name: str, split: Split) -> Text:
 
 
 def _of_parts(name: str, parts: tuple[Part, ...], content: str) -> Text:
-    """Make a text of parts; with conversations its content is `content`, otherwise the joined plain texts."""
+    """Return a text made of parts; `content` is its content if it has conversations, else the joined parts."""
     if any(isinstance(part, Conversation) for part in parts):
         return Text(name, content, parts=parts)
     return Text(name, "".join(map(str, parts)))
@@ -145,7 +145,7 @@ def _wikitext(split: Split) -> Text | None:
 
 
 def parts_of(name: str, split: Split) -> tuple[Part, ...]:
-    """Return the documents of one of `KINDS`, or of all in turn for ``mixed``."""
+    """Return the documents of one of `KINDS`, or for ``mixed`` all of them, interleaved."""
     if name == "mixed":
         return _in_turn([parts_of(kind, split) for kind in KINDS])
     if name == "articles":
@@ -167,7 +167,7 @@ def _articles() -> tuple[str, str]:
 
 
 def _in_turn(kinds: list[tuple[Part, ...]]) -> tuple[Part, ...]:
-    """Order all documents so that every stretch holds each kind in proportion to its size."""
+    """Interleave documents so that every stretch holds each kind in proportion to its size."""
     placed: list[tuple[float, Part]] = []
     for parts in kinds:
         sizes = [len(part) if isinstance(part, str) else len(part.plain) for part in parts]
@@ -183,13 +183,13 @@ def _bundled(name: str) -> str:
 
 
 def papers_text(content: str) -> str:
-    """Join the rows with a blank line, as the GPTQ and AWQ papers do with the dataset's rows (blank ones empty)."""
+    """Join the rows with blank lines, as the GPTQ and AWQ papers join the data set's rows (blank rows are empty)."""
     rows = re.findall(r"[^\n]*\n|[^\n]+", content)  # lines of a file: no other mark ends one
     return "\n\n".join(row if row.strip() else "" for row in rows)
 
 
 def ids_of(tokenizer: Any, text: Text) -> np.ndarray:
-    """Return the (N,) int64 token ids of a text; conversations use the chat template. Raises TextError without one."""
+    """Return the (N,) int64 token ids of a text, with rendered conversations; raises TextError without a template."""
     if not text.parts:
         return encode(tokenizer, text.content)
     parts = [part if isinstance(part, str) else render(tokenizer, part) for part in text.parts]
@@ -197,21 +197,21 @@ def ids_of(tokenizer: Any, text: Text) -> np.ndarray:
 
 
 def encode(tokenizer: Any, content: str, **options: bool) -> np.ndarray:
-    """Return the (N,) int64 token ids of a text, with tokens that the tokenizer adds itself, such as BOS.
+    """Return the (N,) int64 token ids of a text, with special tokens that the tokenizer adds, such as BOS.
 
-    `options` go to the tokenizer: `add_special_tokens=False` leaves those out.
+    `options` go to the tokenizer: `add_special_tokens=False` omits special tokens.
     """
     return np.asarray(tokenizer(content, verbose=False, **options)["input_ids"], dtype=np.int64)
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Return whether the tokenizer adds its BOS token before a text itself."""
+    """Return whether the tokenizer puts its BOS token before a text."""
     ids = tokenizer("a")["input_ids"]
     return bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
 
 
 def first_token(tokenizer: Any) -> int | None:
-    """Return the token that lm-evaluation-harness puts before a text: BOS, else EOS."""
+    """Return the id of the token that lm-evaluation-harness puts before a text: BOS, else EOS, else None."""
     token: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return token
 
@@ -231,7 +231,7 @@ _REST = {
 
 
 def pages(content: str) -> list[str]:
-    """Return the pages of a text, each from a line `= Title =` on; text before the first is a page unless blank."""
+    """Split a text into pages at lines `= Title =`; text before the first title is a page unless blank."""
     complete: list[str] = []
     lines: list[str] = []
     for line in content.split("\n"):
@@ -245,12 +245,12 @@ def pages(content: str) -> list[str]:
 
 
 def count_words(page: str) -> int:
-    """Count words by white space; a blank beginning and a blank end count as one more each."""
+    """Count words as the harness does: split at white space; an empty part at either end counts as a word."""
     return len(re.split(r"\s+", page))
 
 
 def clean(page: str) -> str:
-    """Remove the spaces that WikiText has around punctuation."""
+    """Remove the spaces that WikiText puts around punctuation."""
     text = page.replace("s '", "s'")
     text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)
     for old, new in (_NUMBERS | _ENDS).items():

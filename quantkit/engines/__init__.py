@@ -1,1 +1,1 @@
-"""Engines: one file per engine, each with a record named ENGINE."""
+"""The engines: each file is one engine and defines a record named ENGINE; `_torch_model` is shared code."""

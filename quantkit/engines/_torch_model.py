@@ -1,4 +1,4 @@
-"""A transformers model in torch as a LoadedModel, and linear layers that compute with 4-bit or 8-bit codes."""
+"""A LoadedModel that wraps a transformers model, and linear layers that compute with 4-bit or 8-bit codes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ROUNDED_CACHE = "quantkit_fp8_cache"  # registered with transformers as an atten
 
 
 def kernel_group(weight: GroupedWeight) -> int:
-    """Return the int4 kernel's group size: its largest that divides the weight's groups.
+    """Return the largest group size of the int4 kernel that divides the weight's groups.
 
-    It is 0 if the kernel cannot run this layer, which needs up to 4 bits and equal groups of a multiple of 32 columns.
+    Return 0 if the kernel cannot run the layer: it needs at most 4 bits and equal groups of a multiple of 32 columns.
     """
     k, groups = weight.shape[1], weight.scales.shape[1]
     sizes = torch.bincount(weight.g_idx, minlength=groups)
@@ -44,7 +44,7 @@ def kernel_group(weight: GroupedWeight) -> int:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Let the model's int4 layers also run short prompts on the kernel."""
+    """Let the model's int4 layers use the kernel for more rows, and so for short prompts, in this context."""
     layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
     for layer in layers:
         layer.kernel_rows = GENERATED_ROWS
@@ -56,11 +56,11 @@ def generating(model: nn.Module) -> Iterator[None]:
 
 
 class Int4Linear(nn.Module):
-    """y = x W^T + b for a GroupedWeight W (N, K): torch's int4 CPU kernel for few rows, dense for many.
+    """y = x W^T + b for a GroupedWeight W (N, K): torch's int4 CPU kernel for few rows of x, dense for many.
 
     Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in
-    bfloat16. More rows use the dequantized weight: in an evaluation from nine rows on, because that weight
-    is exact; in generation as soon as it is faster. Uses 1 byte per weight: kernel words and codes.
+    bfloat16. More rows use the dequantized weight: in evaluations from nine rows on, because it is exact; in generation
+    when it is faster. Uses 1 byte per weight, half of it for the kernel's copy of the codes.
     """
 
     def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
@@ -82,7 +82,7 @@ class Int4Linear(nn.Module):
         self.dtype, self.kernel_rows = dtype, EVALUATED_ROWS
 
     def dense(self) -> torch.Tensor:
-        """Return W (N, K) in the layer's dtype, columns in the kernel's order."""
+        """Return the dequantized W (N, K) in the layer's dtype, with columns in the kernel's order."""
         width = 2 * self.codes.shape[1]
         weight = torch.empty(self.rows, width, dtype=self.dtype)
         step = max(1, INT4_SLAB // width)
@@ -95,7 +95,7 @@ class Int4Linear(nn.Module):
         return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute (..., K) -> (..., N)."""
+        """Return y (..., N) for x (..., K)."""
         flat = x.reshape(-1, x.shape[-1])
         if self.order is not None:
             flat = flat[:, self.order]
@@ -109,10 +109,10 @@ class Int4Linear(nn.Module):
 
 
 class ScaledLinear(nn.Module):
-    """y = round(x) W^T + b in float32 for a ScaledWeight W (N, K) with `inputs`. Uses one byte per weight, as stored.
+    """y = round(x) W^T + b in float32 for a ScaledWeight W (N, K), stored in one byte per weight.
 
-    It multiplies the rounded inputs by the dequantized weight, some rows at a time; vLLM's kernels sum the same
-    products of codes, exactly or in float32.
+    Inputs are rounded as `weight.inputs` describes and multiplied by the dequantized weight, some rows of W at a time.
+    vLLM's kernels sum the same products of codes, exactly or in float32.
     """
 
     bias: nn.Parameter | None
@@ -124,7 +124,7 @@ class ScaledLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute (..., K) -> (..., N)."""
+        """Return y (..., N) for x (..., K)."""
         wide = x.float() if self.inputs is None else self.inputs.rounded(x)
         y = torch.cat([nn.functional.linear(wide, slab.dense()) for slab in self.slabs], -1)
         y = y if self.bias is None else y + self.bias.float()
@@ -136,32 +136,32 @@ PIECE_ROWS = 32  # positions of a piece, which fits in the processor's cache
 
 
 class TorchModel:
-    """Wraps a causal language model of transformers."""
+    """A causal language model of transformers as a LoadedModel."""
 
     def __init__(self, model: PreTrainedModel, dtype: str, notes: tuple[str, ...] = ()) -> None:
         self._model, self.dtype, self.notes = model, dtype, notes
 
     def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:
-        """Yield batches of windows in order, each with (B, T, D), the input of the output layer."""
+        """Yield (windows of a batch, final hidden states (B, T, D)) in order; the states enter the output layer."""
         for batch in alike(windows):
             with torch.inference_mode(), products_everywhere():
                 hidden = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
             yield batch, hidden
 
     def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
-        """Yield (n, D) for each window in order: the input of the output layer at its scored positions."""
+        """Yield (n, D) for each window, in order: the output layer's inputs at the scored positions."""
         for batch, hidden in self.hidden(windows):
             for window, states in zip(batch, hidden, strict=True):
                 yield states[window.scored]
 
     def head(self) -> OutputHead:
-        """Return the output side of the model."""
+        """Return the model's output layer."""
         return OutputHead(self._model)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield the logits of the scored positions in order, (n, V) with at most `PIECE_ROWS` positions each.
+        """Yield the logits (n, V) of the scored positions in order, at most `PIECE_ROWS` positions at a time.
 
-        The output layer is loaded when the first windows have gone through all blocks.
+        The output layer is loaded after the first windows have passed through all blocks.
         """
         head: OutputHead | None = None
         for states in self.states(windows):
@@ -184,7 +184,7 @@ class TorchModel:
         self.dtype = dtype
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt, never stopping early, with the model's own code."""
+        """Yield `count` greedy tokens after the prompt `ids`, also past EOS, computed by transformers' modules."""
         from transformers import DynamicCache
 
         with torch.inference_mode(), generating(self._model):
@@ -198,10 +198,10 @@ class TorchModel:
 
 
 def round_keys_and_values(model: PreTrainedModel) -> None:
-    """Have attention read keys and values rounded to FP8 (E4M3), as vLLM's `--kv-cache-dtype fp8` does without scales.
+    """Round keys and values to FP8 (E4M3) in attention, as vLLM's `--kv-cache-dtype fp8` does without scales.
 
-    vLLM clamps at the largest value, 448, with a scale of 1 for each tensor. Raises EngineError for a model whose
-    attention is its own.
+    With a scale of 1 for each tensor, vLLM clamps at the largest value, 448. Raises EngineError if the model does not
+    use transformers' attention functions.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -1,8 +1,8 @@
-"""CTranslate2 on a CPU: https://opennmt.net/CTranslate2/python/ctranslate2.Generator.html
+"""Engine CTranslate2, on a CPU: https://opennmt.net/CTranslate2/python/ctranslate2.Generator.html
 
-This file imports neither torch nor transformers, so that the process stays small. CTranslate2 4.8 reads outside its
-memory for a token id beyond the vocabulary, and crashes on an empty sequence; both are refused here. Not supported:
-batches in one call (windows go one by one), GPUs.
+This file imports neither torch nor transformers, so that the process stays small. CTranslate2 4.8 reads out of bounds
+for a token id beyond the vocabulary and crashes on an empty sequence; both are refused here. Not supported: GPUs, and
+batches (windows are computed one by one).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def compute_type_for(bits: str, supported: Collection[str]) -> str:
-    """Return the `supported` compute type that preserves the values of an artifact with these `bits`.
+    """Return the compute type of `supported` that preserves the values of an artifact with these `bits`.
 
     float16 and bfloat16 become float32 on CPUs without them; so does int16, which CTranslate2 would requantize to int8.
     """
@@ -39,9 +39,9 @@ def compute_type_for(bits: str, supported: Collection[str]) -> str:
 
 
 def saturates(processor: str | None = None) -> bool:
-    """Return whether the engine's int8 products saturate, by a processor's /proc/cpuinfo (default: this machine's).
+    """Return whether CTranslate2's int8 products saturate on a processor (/proc/cpuinfo text; default: this machine).
 
-    On x86 processors that are not Intel's, CTranslate2 multiplies int8 with oneDNN. Without VNNI instructions it adds
+    On x86 processors not made by Intel, CTranslate2 multiplies int8 with oneDNN, which without VNNI instructions adds
     pairs of products in 16 bits: https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html
     """
     words = set((cpuinfo() if processor is None else processor).split())
@@ -49,7 +49,7 @@ def saturates(processor: str | None = None) -> bool:
 
 
 def notes_on(compute_type: str) -> tuple[str, ...]:
-    """Return notes on computing in `compute_type` on this processor."""
+    """Return notes on accuracy losses of `compute_type` on this processor."""
     if not compute_type.startswith("int8") or not saturates():
         return ()
     return (
@@ -59,7 +59,7 @@ def notes_on(compute_type: str) -> tuple[str, ...]:
 
 
 class Ct2Generator:
-    """A loaded model; see `LoadedModel`. `dtype` is the compute type that the engine uses."""
+    """A model loaded by CTranslate2 (see `LoadedModel`); `dtype` is the compute type."""
 
     def __init__(self, folder: Path, compute_type: str, threads: int, notes: tuple[str, ...] = ()) -> None:
         """Open the model in `folder`; raises ArtifactError for damaged files, DependencyError, EngineError."""
@@ -74,14 +74,14 @@ class Ct2Generator:
         self.notes = notes
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the scored positions, window by window: the engine returns a whole window at once."""
+        """Yield the logits (n, V) of each window's scored positions; the engine returns whole windows."""
         for window in windows:
             yield self.window(window.ids.tolist())[window.scored]
 
     def window(self, ids: list[int]) -> NDArray[np.float32]:
-        """Return the logits (T, V) of all positions of a window of T tokens; V is the size of the vocabulary.
+        """Return the logits (T, V) float32 of all positions of a window of T tokens.
 
-        Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
+        Raises EngineError for ids outside the vocabulary, and if the engine fails.
         """
         self._refuse_ids(ids)
         with reraise_as(f"CTranslate2 failed on a window of {len(ids)} tokens", EngineError):
@@ -92,7 +92,7 @@ class Ct2Generator:
         return logits
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt `ids`, even after EOS, one by one as they are generated.
+        """Yield `count` greedy tokens after the prompt `ids`, also past EOS, each as soon as it is generated.
 
         Raises EngineError for ids outside the vocabulary, and if the engine stops early.
         """
@@ -123,7 +123,7 @@ class Ct2Generator:
 
 
 def import_engine() -> ModuleType:
-    """Return the package ctranslate2; raises DependencyError."""
+    """Import and return the module ctranslate2; raises DependencyError."""
     try:
         import ctranslate2
     except ImportError as error:

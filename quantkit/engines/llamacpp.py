@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level interface. Imports no torch: peak memory counts."""
+"""Engine llama.cpp, by llama-cpp-python's low-level interface; imports no torch, since peak memory is measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLASH_ATTENTION = 1  # llama.cpp's number of "enabled"
 
 
 class LlamaModel:
-    """A loaded GGUF with one sequence of at most `n_ctx` tokens."""
+    """A GGUF file loaded by llama.cpp, for one sequence of at most `n_ctx` tokens."""
 
     dtype = "the file's own types"
 
@@ -70,7 +70,7 @@ class LlamaModel:
         self._c.llama_set_n_threads(self._context, threads, threads)
 
     def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:
-        """Decode `ids` from position `start` on; logits are computed for indices `first` to `last` (exclusive)."""
+        """Decode `ids` at positions from `start` on; compute logits for indices `first` to `last` (exclusive)."""
         batch = self._batch
         last = len(ids) if last is None else last
         batch.n_tokens = len(ids)
@@ -87,7 +87,7 @@ class LlamaModel:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield (n, V) float32 of the scored positions in order; fewer at a time for a large vocabulary."""
+        """Yield the logits (n, V) float32 of the scored positions in order, at most about 128 MiB at a time."""
         limit = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
         for window in windows:
             self._clear()
@@ -104,7 +104,7 @@ class LlamaModel:
                 begin = end
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt."""
+        """Yield `count` greedy tokens after the prompt `ids`."""
         self._clear()
         self._decode(ids, 0, len(ids) - 1)
         position = len(ids)

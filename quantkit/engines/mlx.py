@@ -1,6 +1,6 @@
-"""MLX, by mlx-lm, on Apple silicon or on a CPU: https://github.com/ml-explore/mlx-lm
+"""Engine MLX, by mlx-lm, on Apple silicon or on a CPU: https://github.com/ml-explore/mlx-lm
 
-Not supported: batches (windows go one by one); more than one number of threads, which MLX chooses itself.
+Not supported: batches (windows are computed one by one), and a chosen number of threads (MLX chooses it).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ROWS = 32  # positions whose logits become float32 at a time
 
 
 class MlxModel:
-    """A loaded model; see `LoadedModel`."""
+    """A model loaded by mlx-lm; see `LoadedModel`."""
 
     def __init__(self, model: Any, dtype: str) -> None:
         self._model, self.dtype = model, dtype
         self.notes: tuple[str, ...] = ()
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield the logits of the scored positions in order, (n, V) with at most `ROWS` positions each."""
+        """Yield the logits (n, V) of the scored positions in order, at most `ROWS` positions at a time."""
         import mlx.core as mx
 
         for window in windows:
@@ -51,7 +51,7 @@ class MlxModel:
         return logits
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt `ids`, one by one as they are made."""
+        """Yield `count` greedy tokens after the prompt `ids`, each as soon as it is generated."""
         from mlx_lm.models.cache import make_prompt_cache
 
         cache = make_prompt_cache(self._model)

@@ -1,7 +1,7 @@
-"""The reference engine: read any format and compute in torch with transformers' modules, whole or block by block.
+"""The reference engine: reads every format and computes in torch with transformers' modules, whole or block by block.
 
-GPTQ, RTN and AWQ layers of up to 4 bits run on torch's int4 kernel. Layers of 8-bit values with inputs of 8 bits round
-the inputs as vLLM's kernels do. All others are dense in bfloat16 (or `dtype`).
+GPTQ, RTN and AWQ layers of up to 4 bits run on torch's int4 kernel. Layers with 8-bit weights and 8-bit inputs round
+the inputs as vLLM's kernels do. All other layers are dequantized to bfloat16 (or `dtype`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Value: TypeAlias = torch.Tensor | GroupedWeight | ScaledWeight
 
 
 class _Values(ABC):
-    """Reads a model's values by the names of its skeleton's parameters, and puts them into modules."""
+    """Reader of a model's parameters by their names in the skeleton, which also puts them into modules."""
 
     def __init__(self, skeleton: Skeleton, folder: Path, device: str) -> None:
         self.skeleton, self._folder, self._device = skeleton, folder, device
@@ -66,25 +66,25 @@ class _Values(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the parameters with values, in reading order."""
+        """Return the names of all parameters that have values, in reading order."""
 
     @abstractmethod
     def read(self, parameter: str) -> Value:
-        """Return the value of a parameter in its module's shape."""
+        """Return a parameter's value in its module's shape."""
 
     @abstractmethod
     def stored(self, parameter: str) -> Value | Rows:
-        """Return a value outside the blocks as stored, or as Rows if it is not stored as floats."""
+        """Return a parameter outside the blocks as it is stored, or as lazy Rows."""
 
     @abstractmethod
     def rows(self, parameter: str, rows: list[int]) -> torch.Tensor:
-        """Return some rows of a value outside the blocks."""
+        """Return the given rows of a parameter outside the blocks."""
 
     def tensor(self, parameter: str) -> torch.Tensor:
         return _dense(self.read(parameter))
 
     def place(self, module: nn.Module, prefix: str, name: str, dtype: torch.dtype) -> None:
-        """Put the parameter `prefix` + `name` into `module` as `name`: codes for kernels, all other values dense."""
+        """Load parameter `prefix` + `name` into `module` as `name`: codes if a kernel computes them, else dense."""
         value = self.read(prefix + name)
         if (shape := tuple(module.get_parameter(name).shape)) != tuple(value.shape):
             raise ArtifactError(
@@ -104,7 +104,7 @@ class _Values(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return notes on the values placed so far."""
+        """Return notes on the values loaded so far."""
         return tuple(sorted(self._rounded))
 
 
@@ -131,7 +131,7 @@ class _SourceValues(_Values):
 
 
 class _ArtifactValues(_Values):
-    """The values of an artifact, read by its format."""
+    """Reader of an artifact's parameters, by the reader of its format."""
 
     def __init__(self, artifact: Artifact, kind: str, skeleton: Skeleton, device: str) -> None:
         super().__init__(skeleton, artifact.folder, device)
@@ -181,7 +181,7 @@ class _ArtifactValues(_Values):
 
 
 def _stacks(skeleton: Skeleton) -> dict[str, list[str]]:
-    """Return, by each name of a stack of experts, the parameters that are cut out of it."""
+    """Return the parameters that are slices of each stack of experts, by the stack's names."""
     stacks: dict[str, list[str]] = {}
     for parameter, origin in skeleton.origins.items():
         for name in {origin.name, origin.also} - {""} if origin.expert is not None else ():
@@ -196,8 +196,8 @@ def _dense(value: Value) -> torch.Tensor:
 class WalkedModel(TorchModel):
     """A model that is computed block by block, with one decoder block's weights in memory.
 
-    Values, modules and batches are those of the whole model, so the figures are the same. The output layer is in memory
-    as stored. It cannot generate tokens: each would read all blocks from disk.
+    Values, modules and batches are the same as for the whole model, so the figures are equal. The output layer is in
+    memory as stored. The model cannot generate tokens: each token would read all blocks from disk.
     """
 
     def __init__(self, values: _Values, dtype: str, spec: LoadSpec) -> None:
@@ -210,7 +210,7 @@ class WalkedModel(TorchModel):
         super().__init__(self._skeleton.model, dtype, values.notes)
 
     def hidden(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], torch.Tensor]]:
-        """Yield batches of windows in order, each with (B, T, D), the input of the output layer."""
+        """Yield (windows of a batch, final hidden states (B, T, D)) in order; the states enter the output layer."""
         spec, device = self._spec, torch.device(self._spec.device)
         walk = WindowWalk(
             self._skeleton, self._values, self._block, device, DTYPES[self.dtype], spec.offload_bytes, spec.progress
@@ -222,7 +222,7 @@ class WalkedModel(TorchModel):
             yield batch, hidden
 
     def head(self) -> OutputHead:
-        """Return the output layer, in the narrowest type that preserves its values."""
+        """Load and return the output layer, in the narrowest dtype that preserves its values."""
         dtype, device = DTYPES[self.dtype], self._spec.device
         model = self._behind()
         layer = model.get_output_embeddings()
@@ -235,7 +235,7 @@ class WalkedModel(TorchModel):
         return OutputHead(model)
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Raise EngineError: a walked model cannot generate."""
+        """Raise EngineError: a model that is computed block by block cannot generate."""
         raise EngineError("a model that is computed block by block cannot generate tokens. Leave --walk out.")
 
     @contextmanager
@@ -247,7 +247,7 @@ class WalkedModel(TorchModel):
         yield module.to(self._spec.device)  # its buffers
 
     def _behind(self) -> PreTrainedModel:
-        """Return the model without the weights of its blocks, embeddings and output layer."""
+        """Return the model with all weights except those of its blocks, embeddings and output layer."""
         model = copy.deepcopy(self._skeleton.model)
         ends = model.get_input_embeddings(), model.get_output_embeddings(), *tables(model).values()
         without = {id(value) for layer in ends for value in layer.parameters()}
@@ -262,7 +262,7 @@ class WalkedModel(TorchModel):
 
 
 def _narrow(stored: Value | Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight in the narrowest type that preserves its values in `dtype`."""
+    """Return a weight in the narrowest dtype that gives the same values in `dtype`."""
     if isinstance(stored, GroupedWeight | ScaledWeight):
         return stored.dense().to(dtype)
     if isinstance(stored, Rows):
@@ -300,7 +300,7 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
 
 
 def _holds(stats: WeightStats, dtype: str | None) -> int:
-    """Return the bytes of the weights: packed layers need a byte per weight for codes and a quarter for scales."""
+    """Return the bytes of the weights; packed layers need one byte per weight for codes and 0.25 for scales."""
     item = DTYPES[dtype or "bfloat16"].itemsize
     inside = stats.parameters - stats.outside
     packed = find_format(stats.format).loaded_by(ENGINE.name).stays_packed(stats.bits)

@@ -1,4 +1,4 @@
-"""transformers: the source model as users run it, NF4 through bitsandbytes, and compressed-tensors' checkpoints."""
+"""Engine transformers: source models as users run them, NF4 by bitsandbytes, and compressed-tensors checkpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
 
 
 def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
-    """Raise EngineError for an artifact that transformers would compute wrongly, or not at all."""
+    """Raise EngineError for an artifact that transformers would compute wrongly or not at all."""
     if model.artifact is not None:
         find_format(model.format).loaded_by(ENGINE.name).refuse(model.artifact, dtype, device)
 

@@ -1,7 +1,7 @@
-"""vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a GPU.
+"""Engine vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a GPU.
 
-Its pinned dependencies rarely fit another environment: name its interpreter by `--python`. Its model returns the hidden
-states of a prompt, and its own output layer turns them into logits, a few positions at a time.
+vLLM pins its dependencies and rarely fits into another environment, so name its interpreter with `--python`. Its model
+returns the hidden states of a prompt, and its output layer computes their logits, a few positions at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VARIABLES = {
 
 
 class VllmModel:
-    """A loaded vLLM engine that computes one sequence at a time."""
+    """A loaded vLLM engine that computes one sequence at a time; see `LoadedModel`."""
 
     def __init__(self, engine: LLMEngine, module: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
         self._engine = engine
@@ -54,7 +54,7 @@ class VllmModel:
         self._requests = 0
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
-        """Yield the logits of the scored positions in order, (n, V) with at most `PIECE_ROWS` positions each."""
+        """Yield the logits (n, V) of the scored positions in order, at most `PIECE_ROWS` positions at a time."""
         for window in windows:
             yield from self._parts(window.ids.tolist(), window.scored)
 
@@ -80,7 +80,7 @@ class VllmModel:
                 yield logits.to("cpu", torch.float32).numpy()
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
-        """Yield `count` greedy tokens after the prompt, one by one as the engine makes them."""
+        """Yield `count` greedy tokens after the prompt `ids`, each as soon as it is generated."""
         from vllm import SamplingParams
 
         self._requests += 1
@@ -136,7 +136,7 @@ def _find_device(asked: str) -> str:
 
 
 def _inspect(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
-    """Return the model, and whether one of its layers computes with 8-bit activations."""
+    """Return the module, and whether one of its layers computes with 8-bit activations."""
     return module, any(getattr(layer, "use_w4a8", False) for layer in module.modules())
 
 

@@ -1,1 +1,1 @@
-"""Evaluate models: windows, baselines, child processes, cross-checks and tasks."""
+"""Evaluation of models: token windows, baselines, child processes, cross-checks and tasks."""

@@ -1,9 +1,9 @@
-"""The baseline: the source model's final hidden states at the scored positions, cached.
+"""The baseline: the source model's final hidden states at the scored positions, cached on disk.
 
-It holds the states that enter the source's output layer, (N, D) float16 for N scored positions; the logits are computed
-from them by the source's own output layer, in float32. Its key is a hash of the source's hashes, the tokens, the
-protocol and the dtype. The JSON file next to the numbers is written last; a lock makes a second process wait. After a
-killed run, the next one continues behind the last whole batch. This file also lists and clears the cache.
+The states, (N, D) float16 for N scored positions, are the inputs of the source's output layer, which computes the
+source's logits from them in float32. The cache key is a hash of the source's hashes, the tokens, the protocol and the
+dtype. The JSON file next to the states is written last; a lock makes a second process wait. After a killed run, the
+next run continues after the last whole batch. This file also lists and clears the cache.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ ROWS = 256  # positions whose logits are in memory
 
 
 def folder() -> Path:
-    """Return the folder of baselines, in the user's cache folder."""
+    """Return the folder of baselines in the user's cache."""
     return cache_folder() / "baselines"
 
 
 def resume_folder() -> Path:
-    """Return the folder of the scored positions of interrupted evaluations."""
+    """Return the folder that stores the scored positions of interrupted evaluations."""
     return cache_folder() / "evaluations"
 
 
 def key_of(source: Source, cut: Cut, dtype: str) -> str:
-    """Return the name of a baseline: a hash of all that it depends on."""
+    """Return the cache key of a baseline: a hash of everything that it depends on."""
     parts = {
         "format": FORMAT,
         "source": source.hashes,
@@ -70,9 +70,9 @@ def key_of(source: Source, cut: Cut, dtype: str) -> str:
 
 
 class BaselineFiles:
-    """The files of one baseline: `states` (N, D) float16, little-endian, and `facts`, which are written last.
+    """Paths of one baseline's files: `states`, (N, D) float16, little-endian, and `facts` (JSON), written last.
 
-    `partial` holds the states of finished batches while it is made, `lock` is locked by the process that makes it.
+    `partial`: states of finished batches while the baseline is being made; `lock`: locked by the process that makes it.
     """
 
     def __init__(self, key: str) -> None:
@@ -82,11 +82,11 @@ class BaselineFiles:
         )
 
     def entry(self) -> BaselineEntry:
-        """Return the facts alone; raises QuantkitError."""
+        """Return the facts without checking the states; raises QuantkitError."""
         return parse(BaselineEntry, read_object(self.facts, EngineError, most=MOST_FACTS), str(self.facts))
 
     def read_facts(self) -> BaselineEntry | None:
-        """Return the facts of a whole baseline; None if there is none, or its bytes have changed."""
+        """Return the facts of a complete baseline; None if it is missing or its bytes have changed."""
         try:
             facts = self.entry()
             whole = self.states.stat().st_size == 2 * facts.positions * facts.width
@@ -96,7 +96,7 @@ class BaselineFiles:
 
 
 def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str], None]) -> BaselineEntry:
-    """Return the facts of the baseline in `files`; `make` computes it if needed, in one process at a time."""
+    """Return the facts of the baseline in `files`; if it is missing, compute it first with `make`, under a lock."""
     from filelock import FileLock, Timeout
 
     if (facts := files.read_facts()) is not None:
@@ -129,7 +129,7 @@ def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str]
 
 
 class SourceHead:
-    """The source's output layer alone, in float32, loaded at its first use. `width` is that of its states."""
+    """The source's output layer in float32, loaded on first use; `width` is D of the states that it takes."""
 
     def __init__(self, source: Source) -> None:
         from quantkit.models.skeleton import open_skeleton
@@ -144,7 +144,7 @@ class SourceHead:
         return load_output_layer(self._source, self._skeleton)
 
     def logits(self, states: NDArray[np.float16] | NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the (n, V) float32 logits of (n, D) states."""
+        """Return the logits (n, V) float32 for states (n, D)."""
         import torch
 
         with torch.inference_mode():
@@ -153,7 +153,7 @@ class SourceHead:
 
 
 class Baseline:
-    """A baseline, read from its first position to its last."""
+    """The source's logits, computed from a stored baseline; fastest if read in order."""
 
     def __init__(self, files: BaselineFiles, facts: BaselineEntry, source: Source) -> None:
         self._states = np.memmap(files.states, np.float16, "r", shape=(facts.positions, facts.width))
@@ -161,9 +161,9 @@ class Baseline:
         self._first, self._block = -1, np.empty((0, 0), np.float32)
 
     def logits(self, start: int, count: int) -> NDArray[np.float32]:
-        """Return (count, V) float32 of the scored positions from `start` on.
+        """Return the logits (count, V) float32 of the scored positions from number `start` on.
 
-        Blocks of `ROWS` always begin at the text's first position: the last digits of a product depend on its rows.
+        They are always computed in the same blocks of `ROWS` positions: their last digits depend on the block.
         """
         parts: list[NDArray[np.float32]] = []
         while count:
@@ -179,7 +179,7 @@ class Baseline:
 
 
 def open_baseline(key: str, source: Source) -> Baseline:
-    """Open a baseline of `source` that has been made; raises EngineError."""
+    """Open a stored baseline of `source`; raises EngineError if it has changed."""
     files = BaselineFiles(key)
     if (facts := files.read_facts()) is None:
         raise EngineError(f"the baseline {files.states} has changed while it was used. Evaluate again.")
@@ -187,10 +187,10 @@ def open_baseline(key: str, source: Source) -> Baseline:
 
 
 def make(files: BaselineFiles, source: Source, loaded: StatesModel, cut: Cut, advance: Callable[..., None]) -> None:
-    """Compute the states of all scored positions with `loaded`, which is in bfloat16 afterwards.
+    """Compute and store the final hidden states of all scored positions with `loaded`, and measure the floors.
 
-    The floors are measured on the first windows. The caller holds the lock. Raises EngineError if the states do not fit
-    into float16.
+    The floors, divergences by float16 and bfloat16 alone, come from the first windows; afterwards `loaded` is in
+    bfloat16. The caller holds the lock. Raises EngineError if the states do not fit into float16.
     """
     head, batches = SourceHead(source), list(alike(cut.windows))
     ends = np.cumsum([0, *map(positions_in, batches)])
@@ -241,7 +241,7 @@ def _halved(source: Source, states: NDArray[np.float32]) -> NDArray[np.float16]:
 
 
 def _floors(head: SourceHead, loaded: StatesModel, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
-    """Return the divergences that float16 and bfloat16 cause on the first windows, whose (n, D) states are `exact`."""
+    """Return the divergences that float16 and bfloat16 alone cause; `exact`: states (n, D) of the first windows."""
     loaded.to("bfloat16")
     rounding: list[NDArray[np.float64]] = []
     noise: list[NDArray[np.float64]] = []
@@ -263,19 +263,19 @@ def _floors(head: SourceHead, loaded: StatesModel, cut: Cut, exact: list[NDArray
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Something in the cache, and its size in bytes."""
+    """An entry of the cache: its description and its size in bytes."""
 
     what: str
     bytes: int
 
 
 def list_cache() -> list[CacheEntry]:
-    """List baselines, whole or unfinished, and interrupted evaluations."""
+    """Return all baselines, complete or not, and all interrupted evaluations."""
     return [entry for entry, _ in _entries()]
 
 
 def clear_cache() -> list[CacheEntry]:
-    """Remove and return all entries that no process is making now."""
+    """Delete all entries that no process is writing, and return them."""
     from filelock import FileLock, Timeout
 
     removed = []

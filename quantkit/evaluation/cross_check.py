@@ -1,9 +1,9 @@
-"""Compare the engine that users run with the reference engine of the same artifact.
+"""Cross-check: compare an artifact's native engine with the reference engine.
 
-Both score the same positions. Half the mean square of the difference of their log-likelihoods estimates the divergence
-of their distributions in nats. Two correct readers differ by rounding: of values to bfloat16 (our reader) and of
-activations to 8 bits (llama.cpp, CTranslate2 int8). A reader that misreads the file, or arithmetic that costs quality,
-differs by more.
+Both engines score the same positions. Half the mean square of the difference of their log-likelihoods estimates the
+divergence of their distributions in nats. Two correct engines differ by rounding: of weights and activations to
+bfloat16 (reference) or of activations to 8 bits (llama.cpp, CTranslate2 int8). An engine that misreads the file, or
+whose arithmetic costs quality, differs by more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SHIFT = 0.01  # nats in the mean: 1 % of the perplexity
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """Both reports, and the difference native - reference of their negative log-likelihoods, in nats."""
+    """Both reports, and the difference (native - reference) of negative log-likelihoods per token, in nats."""
 
     native: Report
     reference: Report
@@ -42,7 +42,7 @@ class CrossCheck:
 
     @property
     def agrees(self) -> bool:
-        """Return whether rounding explains the difference."""
+        """Return whether rounding can explain the difference."""
         return self.apart <= MAX_APART and abs(self.shift) - 2 * self.shift_stderr <= MAX_SHIFT
 
     def lines(self) -> list[str]:
@@ -70,10 +70,10 @@ def cross_check(
     progress: Progress | None = None,
     **settings: Any,
 ) -> CrossCheck:
-    """Evaluate an artifact with its native engine (or `engine`) and with the reference engine, on equal positions.
+    """Evaluate an artifact with its native engine (or `engine`) and with the reference engine, on the same positions.
 
-    `settings` are fields of EvaluationSpec: protocol, n_ctx, limit. Raises a QuantkitError; RecipeError if there is no
-    second engine.
+    `settings` are fields of EvaluationSpec: protocol, n_ctx, limit. Raises a QuantkitError; RecipeError if no engine
+    other than the reference engine loads the artifact.
     """
     spec = spec_of(EvaluationSpec, settings, "evaluation", text=text, probes=("perplexity",))
     opened, exact = open_with_source(model, source)

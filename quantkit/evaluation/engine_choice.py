@@ -1,7 +1,7 @@
-"""The engine that evaluates a model: its version, dtype, device, and the interpreter that has it.
+"""Choose the engine that evaluates a model, with its version, dtype, device, and Python interpreter.
 
-Anything missing is reported before a model is loaded. An engine whose pins conflict with ours has an environment of its
-own, in which quantkit's code runs on that environment's packages.
+Missing packages are reported before a model is loaded. An engine with conflicting dependencies can have its own
+environment; its interpreter then runs quantkit's code with the packages of that environment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKAGES = {"yaml": "PyYAML"}
 
 
 class LoadedEntry(Strict):
-    """What the process of an engine reports of the model that it has loaded."""
+    """Facts about a loaded model, as its engine's process reports them."""
 
     dtype: str
     device: str
@@ -41,7 +41,7 @@ class LoadedEntry(Strict):
 
 @dataclass(frozen=True)
 class ChosenEngine:
-    """An engine and how it computes a model."""
+    """A chosen engine: its version, interpreter, device, dtype and further settings."""
 
     name: str
     version: str  # installed for the interpreter `python`
@@ -56,7 +56,7 @@ class ChosenEngine:
 
     @property
     def variables(self) -> list[str]:
-        """Return the set environment variables that change its results."""
+        """Return NAME=VALUE of each environment variable that is set and changes the engine's results."""
         prefixes = find_engine(self.name).variables
         return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
 
@@ -72,7 +72,7 @@ class ChosenEngine:
 
 
 def refusal(engine: Engine, model: Model) -> str | None:
-    """Return the reason why an engine cannot open a model, or None."""
+    """Return why an engine cannot open a model, or None if it can."""
     stored = find_format(model.format)
     takes_values = engine.name == REFERENCE or stored.loaded_by(engine.name).values
     if model.source is not None and not model.source.own_files and not takes_values:
@@ -83,9 +83,9 @@ def refusal(engine: Engine, model: Model) -> str | None:
 
 
 def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine:
-    """Return the engine for a model: the one that is named, else the format's first.
+    """Return the engine for a model: the requested one, or else the first of the model's format.
 
-    Raises RecipeError or EngineError if it refuses the model or the device, DependencyError if it is missing.
+    Raises RecipeError or EngineError if the engine refuses the model or device, DependencyError if it is missing.
     """
     spec = engine if isinstance(engine, EngineSpec) else parse(EngineSpec, {"engine": engine}, "engine")
     found = find_engine(spec.engine or find_format(model.format).engines[0])
@@ -114,7 +114,7 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
 
 
 def choose_for_baseline(source: Source, asked_device: str) -> ChosenEngine:
-    """Return the engine that computes the baseline of a source: in torch, in this interpreter."""
+    """Return the engine that computes a source's baseline: in torch, in this interpreter."""
     loading = find_format(source.format).loading
     name = next((name for name, how in loading.items() if how.values), REFERENCE)
     version, device = require(find_engine(name)), own_device(asked_device)
@@ -122,7 +122,7 @@ def choose_for_baseline(source: Source, asked_device: str) -> ChosenEngine:
 
 
 def own_device(asked: str) -> str:
-    """Return the device that quantkit computes on in torch for `asked`: the CPU if torch lacks that."""
+    """Return the torch device for the requested one; the CPU if torch does not have it."""
     try:
         return find_device(asked)
     except RecipeError:
@@ -130,7 +130,7 @@ def own_device(asked: str) -> str:
 
 
 def require(engine: Engine, python: str = sys.executable) -> str:
-    """Return the engine's version in the interpreter `python`; raises DependencyError if something is missing."""
+    """Return the engine's version in the interpreter `python`; raises DependencyError if a package is missing."""
     own = python == sys.executable
     missing, version = inspect_interpreter(python, (engine.module,) if own else (engine.module, *NEEDED))
     if engine.module in missing:

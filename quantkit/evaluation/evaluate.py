@@ -1,4 +1,4 @@
-"""evaluate: open and check a model, measure it in child processes, and return a Report; or forecast memory and time."""
+"""evaluate: open and check a model, measure it in child processes, return a Report; or forecast memory and time."""
 
 from __future__ import annotations
 
@@ -54,12 +54,11 @@ def evaluate(
 ) -> Report:
     """Measure an artifact or a source model and return its Report.
 
-    `text` is a file, or None for WikiText-2 / the bundled sample; `settings` are the other fields of EvaluationSpec.
-    `source` is the model that an artifact was made from, if the manifest does not say enough to find it: divergences
-    are measured from it. Adapters of a ModelRef are merged into the model, or into the source of an artifact.
-    `engine` is a name or an EngineSpec; default: the engine that users of the format run. `memory` limits what is in
-    memory at a time.
-    Raises a QuantkitError; an engine that crashes ends as EngineError.
+    `text`: a file, or None for WikiText-2 or the bundled sample. `settings`: the other fields of EvaluationSpec.
+    `source`: the model that an artifact was made from, needed for divergences if the manifest does not identify it.
+    Adapters of a ModelRef are merged into the model, or for an artifact into its source. `engine`: a name or an
+    EngineSpec (default: the engine that users of the format run). `memory`: memory limits. Raises a QuantkitError; an
+    engine that crashes raises EngineError.
     """
     spec = spec_of(EvaluationSpec, settings, "evaluation", text=text, probes=tuple(probes))
     evaluation = _open_and_prepare(model, source, spec, engine, memory)
@@ -83,7 +82,7 @@ def _open_and_prepare(
 def open_with_source(model: ModelLike, source: str | Path | ModelRef | None = None) -> tuple[Model, Source | None]:
     """Open the model to evaluate and, if known, its unquantized source.
 
-    Adapters of an artifact belong to its source. Raises RecipeError if the manifest does not say enough to find that.
+    An artifact's adapters are merged into its source; raises RecipeError if the manifest does not identify that source.
     """
     adapters = model.adapters if isinstance(model, ModelRef) else ()
     made = is_artifact(model)
@@ -103,12 +102,12 @@ def open_with_source(model: ModelLike, source: str | Path | ModelRef | None = No
 
 
 def _can_be_found(entry: SourceEntry) -> bool:
-    """Return whether a manifest has enough to find the source."""
+    """Return whether a manifest's entry is enough to open the source without the user's help."""
     return entry.model == "demo" or entry.revision is not None
 
 
 def resolve(spec: EvaluationSpec) -> EvaluationSpec:
-    """Fill in the probes (in their running order) and thread counts; raises RecipeError for unknown names."""
+    """Return the settings with default probes, in running order, and thread counts; raises RecipeError."""
     names = {find_probe(name).name for name in spec.probes}
     find_protocol(spec.protocol)
     cores = usable_cores()
@@ -125,7 +124,7 @@ def resolve(spec: EvaluationSpec) -> EvaluationSpec:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that decides the figures, before anything is computed."""
+    """A checked evaluation: everything that decides its figures."""
 
     model: Model
     spec: EvaluationSpec
@@ -139,19 +138,19 @@ class Evaluation:
 
     @property
     def baseline(self) -> BaselineRef | None:
-        """Return the baseline of the source, stored or not."""
+        """Return a reference to the source's baseline, whether it is stored or not; None without a source."""
         if self.source is None:
             return None
         return BaselineRef(source=Model(None, self.source).ref, key=key_of(self.source, self.cut, BASELINE_DTYPE))
 
     def stored_baseline(self) -> BaselineEntry | None:
-        """Return the facts of the baseline if it is stored."""
+        """Return the facts of the source's baseline if it is stored, else None."""
         return None if self.baseline is None else BaselineFiles(self.baseline.key).read_facts()
 
     def decides(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> dict[str, Any]:
-        """Return all that the figures depend on, with the `baseline` that is used, as JSON values.
+        """Return all that the figures depend on, as JSON values; `baseline`: facts of the baseline in use.
 
-        `hardware` is by default that of this machine.
+        `hardware`: default, this machine.
         """
         engine = self.engine
         return {
@@ -170,12 +169,12 @@ class Evaluation:
         }
 
     def entry(self) -> ModelEntry:
-        """Return the model in a report; its label names a key-value cache that was asked for."""
+        """Return the model's entry in a report; its label includes a requested key-value cache type."""
         entry, cache = self.model.entry(), self.engine.kv_cache
         return entry if cache is None else entry.model_copy(update={"label": f"{entry.label}, cache {cache}"})
 
     def fingerprint(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> str:
-        """Return a hash of all that the figures depend on."""
+        """Return a hash of all that the figures depend on; arguments as in `decides`."""
         decides = json.dumps(self.decides(baseline, hardware), sort_keys=True)
         return hashlib.sha256(decides.encode()).hexdigest()
 
@@ -188,7 +187,7 @@ def prepare(
     source: Source | None = None,
     memory: MemoryLimits = LIMITS,
 ) -> Evaluation:
-    """Check and decide everything before anything is computed; `source` is the artifact's, if it is at hand."""
+    """Check an evaluation and decide everything before any computation; `source`: the artifact's, if already open."""
     named, spec = spec.probes, resolve(spec)
     if model.artifact is not None:
         refuse_untrue(model.artifact)
@@ -211,7 +210,7 @@ def prepare(
 
 
 def _plan_baseline(source: Source, engine: ChosenEngine, memory: MemoryLimits, windows: Cut) -> MemoryPlan | None:
-    """Plan the computing of the baseline of a source; None if the baseline is stored."""
+    """Plan how to compute a source's baseline; None if the baseline is stored."""
     if BaselineFiles(key_of(source, windows, BASELINE_DTYPE)).read_facts() is not None:
         return None
     by, head = choose_for_baseline(source, engine.asked_device), source_head_bytes(source)
@@ -219,7 +218,7 @@ def _plan_baseline(source: Source, engine: ChosenEngine, memory: MemoryLimits, w
 
 
 def _without_generation(spec: EvaluationSpec, named: tuple[str, ...]) -> tuple[EvaluationSpec, tuple[str, ...]]:
-    """Leave out the probes that need tokens one by one, with a note; raises RecipeError if one of them was `named`."""
+    """Drop probes that generate tokens, with a note; raises RecipeError if the user named one of them."""
     out = [name for name in spec.probes if find_probe(name).generates]
     if asked := [name for name in out if name in named]:
         raise RecipeError(
@@ -231,7 +230,7 @@ def _without_generation(spec: EvaluationSpec, named: tuple[str, ...]) -> tuple[E
 
 
 def measure(evaluation: Evaluation, progress: Progress, save: Path | None = None) -> Report:
-    """Measure what was prepared. All scored positions (`scores.RECORD`) go to the file `save`."""
+    """Run a prepared evaluation and return its report; `save`: file for all scored positions (`RECORD` array)."""
     with temporary_folder() as temp:
         windows = temp / "cut.npz"
         evaluation.cut.save(windows)
@@ -255,7 +254,7 @@ def measure(evaluation: Evaluation, progress: Progress, save: Path | None = None
 
 
 def _make_baseline(evaluation: Evaluation, windows: Path, progress: Progress) -> BaselineEntry | None:
-    """Return the facts of the source's baseline; compute it in float32 if it is not stored."""
+    """Return the facts of the source's baseline; compute the baseline in float32 if it is not stored."""
     ref, plan = evaluation.baseline, evaluation.baseline_plan
     if ref is None:
         return None
@@ -272,7 +271,7 @@ def _make_baseline(evaluation: Evaluation, windows: Path, progress: Progress) ->
 def _requests(
     evaluation: Evaluation, windows: Path, fingerprint: str, save: Path | None
 ) -> Iterator[tuple[MeasureRequest, bool]]:
-    """Yield the requests to child processes, and whether each child is forked."""
+    """Yield a request to each child process, and whether that process is forked."""
     spec, engine, baseline = evaluation.spec, evaluation.engine, evaluation.baseline
     found = find_engine(engine.name)
 
@@ -299,10 +298,10 @@ def _requests(
 
 
 def _exact_source(model: Model, source: Source | None) -> Source | str | None:
-    """Return what divergences are measured from: the model itself, the given `source`, or the manifest's source.
+    """Return the source for divergences: the model itself, the given `source`, or the manifest's source.
 
-    If there is none, return the reason. Raises ArtifactError if the artifact was made from another source, RecipeError
-    for a source of a model that is a source itself.
+    If none can be opened, return the reason as a string. Raises ArtifactError if the artifact was made from another
+    source, RecipeError for a `source` of a model that is a source itself.
     """
     if source is not None:
         _refuse_other_source(model, source)
@@ -347,7 +346,7 @@ def _refuse_other_source(model: Model, source: Source) -> None:
 
 
 class Part(Strict):
-    """The forecast for computing one model."""
+    """Forecast for computing one model."""
 
     what: str
     engine: str
@@ -358,7 +357,7 @@ class Part(Strict):
 
 
 class EvaluationForecast(Strict):
-    """The parts of an evaluation in order, its bytes of disk, its seconds, and notes."""
+    """Forecast of an evaluation: its parts in order, bytes of disk, seconds, and notes."""
 
     parts: tuple[Part, ...]
     disk_bytes: int
@@ -375,10 +374,10 @@ def forecast(
     memory: MemoryLimits | None = None,
     **settings: Any,
 ) -> EvaluationForecast:
-    """Forecast memory, disk and time that `evaluate` takes for the probe perplexity; a note names other probes.
+    """Forecast the memory, disk and time of `evaluate` with the probe perplexity; a note names omitted probes.
 
-    The first windows, or their first decoder block in a walk, are computed for real. Raises what `evaluate` raises
-    before it computes anything.
+    The first windows, or only their first decoder block in a walk, are computed to measure the time. Raises the errors
+    that `evaluate` raises before it computes anything.
     """
     asked = resolve(spec_of(EvaluationSpec, settings, "evaluation", text=text))
     if "perplexity" not in asked.probes:
@@ -412,11 +411,11 @@ def _part(what: str, plan: MemoryPlan, seconds: float) -> Part:
 
 
 class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
-    """Ends the trial after the first block."""
+    """Signal that ends a trial after its first batches."""
 
 
 def _seconds(evaluation: Evaluation, model: Model, plan: MemoryPlan, heads: int) -> float:
-    """Estimate the time to load `model` and compute all windows, with `heads` output layers."""
+    """Estimate the seconds to load `model` and compute all windows, with `heads` output layers."""
     cut, walk = evaluation.cut, plan.engine.walk
     batches = list(alike(cut.windows))[: TRIAL_BATCHES if walk else 1]
     first = tuple(window for batch in batches for window in batch)

@@ -1,8 +1,8 @@
-"""Peak memory of an evaluation; models that do not fit whole are computed block by block.
+"""Estimate the peak memory of an evaluation, and plan a walk block by block for a model that does not fit whole.
 
-The peak is that of a process that computes one model: its libraries, the engine's weights, activations, logits and, for
-divergences, the source's output layer. Files that are only mapped into memory do not count: the system can drop their
-pages. On a GPU the estimate is of the GPU's memory.
+The estimate is for the process that computes one model: its libraries, the engine's weights, activations, logits and,
+for divergences, the source's output layer. Memory-mapped files do not count, since the system can drop their pages. On
+a GPU, the estimate is for the GPU's memory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ CODES = 17  # bytes per weight while a layer's codes are unpacked
 
 @dataclass(frozen=True)
 class MemoryNeed(MemoryEstimate):
-    """Memory that one model needs in an engine; without phases if unknown."""
+    """Estimated memory for computing one model in an engine; without phases if it is unknown."""
 
     process: int = PROCESS
     engine: str = ""
     walk: bool = False
 
     def fits(self, available: int) -> bool:
-        """Return whether it needs at most `available` bytes; true if unknown."""
+        """Return whether at most `available` bytes are needed; true if the need is unknown."""
         return not self.phases or self.memory <= available
 
     @property
@@ -57,7 +57,7 @@ class MemoryNeed(MemoryEstimate):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The engine that computes one model, whole or block by block, the memory that it needs, and notes."""
+    """How one model is computed: the engine, whole or block by block, the memory needed, and notes."""
 
     engine: ChosenEngine
     need: MemoryNeed
@@ -66,7 +66,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class ModelDims:
-    """Sizes of a model."""
+    """Sizes of a model, in numbers of values."""
 
     vocabulary: int
     hidden: int
@@ -87,14 +87,14 @@ class ModelDims:
         return min(max(BATCH_TOKENS, longest_in(windows)), tokens_in(windows)) * item * values
 
     def logits(self, windows: tuple[Window, ...], item: int, divergence: bool) -> int:
-        """Return the bytes of logits in memory at once; for a divergence also the source's, and products of both."""
+        """Return the bytes of logits in memory at once; `divergence` adds the source's logits and temporaries."""
         rows = min(LOGIT_ROWS, positions_in(windows))
         own = rows * item + 2 * min(PIECE_ROWS, rows) * 4
         return self.vocabulary * (own + 3 * rows * 4 * divergence)
 
 
 def dims_of(config: dict[str, Any]) -> ModelDims:
-    """Return the sizes from a model's config.json; raises UnsupportedError."""
+    """Return a model's sizes from its config.json; raises UnsupportedError."""
     settings = open_config(config).get_text_config()
     with reraise_as("the sizes in config.json cannot be used", UnsupportedError):
         hidden = int(settings.hidden_size)
@@ -112,7 +112,7 @@ def dims_of(config: dict[str, Any]) -> ModelDims:
 
 
 def stats_of(model: Model) -> WeightStats:
-    """Return what engines need to estimate the memory of a model's weights."""
+    """Return the facts from which engines estimate the memory of a model's weights."""
     dims = dims_of(model.config)
     recipe = None if model.artifact is None else model.artifact.manifest.recipe
     return WeightStats(
@@ -134,7 +134,7 @@ def need_whole(
     head: int = 0,
     device: str = CPU,
 ) -> MemoryNeed:
-    """Return the need of a model that is loaded whole; `head` are bytes of the source's output layer."""
+    """Return the memory for a model that is loaded whole; `head`: bytes of the source's output layer."""
     if engine.holds is None:
         return MemoryNeed(engine=engine.name, device=device)
     tokens, item = longest_in(windows), ITEM.get(dtype or stats.dtype, 4)
@@ -147,7 +147,7 @@ def need_whole(
 
 
 def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...], head: int) -> MemoryNeed:
-    """Return the need of a model that is computed block by block; `head` as in `need_whole`."""
+    """Return the memory for a model that is computed block by block; `head`: as in `need_whole`."""
     from torch import nn
 
     from quantkit.models.skeleton import open_skeleton
@@ -179,26 +179,26 @@ def need_by_block(model: Model, engine: ChosenEngine, windows: tuple[Window, ...
 def need_of_copy(
     source: Source, kind: Format, nbytes: int, bits: str | None, windows: tuple[Window, ...]
 ) -> MemoryNeed:
-    """Return the need of a future artifact of `nbytes`, loaded whole in its format's first engine."""
+    """Return the memory for a future artifact of `nbytes` bytes, loaded whole in its format's default engine."""
     stats = replace(stats_of(Model(None, source)), format=kind.name, weight_bytes=nbytes, bits=bits)
     dims = dims_of(source.config)
     return need_whole(find_engine(kind.engines[0]), stats, dims, windows, head=source_head_bytes(source))
 
 
 def source_head_bytes(source: Source) -> int:
-    """Return the bytes of the source's output layer, which divergences need."""
+    """Return the bytes of the source's output layer, which divergences need in memory."""
     return dims_of(source.config).head * _stored_item(Model(None, source)) + SLAB_BYTES
 
 
 def wave_tokens(windows: tuple[Window, ...]) -> int:
-    """Return the number of tokens that a walk takes through all blocks together."""
+    """Return the number of tokens that pass through all blocks together in a walk (a wave)."""
     from quantkit.calibration.passes import WAVE_TOKENS
 
     return min(tokens_in(windows), max(WAVE_TOKENS, longest_in(windows)))
 
 
 def disk_of(windows: tuple[Window, ...], plans: list[MemoryPlan], dims: ModelDims, divergence: bool) -> int:
-    """Return the bytes of temporary files: scored positions, the baseline, and offloaded hidden states."""
+    """Return the bytes of files: scored positions, the baseline, and offloaded hidden states."""
     positions = positions_in(windows)
     baseline = 2 * positions * dims.hidden if divergence else 0
     states = 4 * dims.flowing * wave_tokens(windows)
@@ -216,8 +216,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan to compute a model whole with `engine` if that fits, else block by block with the reference engine.
 
-    `what` names the model in notes. Raises ResourceError if neither fits, RecipeError for a named engine that cannot
-    walk.
+    `what` names the model in notes. Raises ResourceError if neither fits, RecipeError if a walk is required and the
+    requested engine cannot do it.
     """
     found, stats = find_engine(engine.name), stats_of(model)
     need = need_whole(found, stats, dims_of(model.config), windows, engine.dtype, head, engine.device)
@@ -250,7 +250,7 @@ def plan_memory(
 
 
 def _limit(device: str, limits: MemoryLimits) -> int:
-    """Return the bytes of a device's memory to use: the user's limit, else the free memory."""
+    """Return the bytes of a device's memory that may be used: the user's limit, else the free memory."""
     return free_memory(device) if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
 
 
@@ -263,7 +263,7 @@ def _too_much(model: Model, need: MemoryNeed, limits: MemoryLimits, fix: str) ->
 
 
 def _stored_item(model: Model) -> int:
-    """Return the bytes per stored value outside the blocks."""
+    """Return the bytes per stored value, at most, outside the blocks."""
     if model.source is None:
         return 4
     return max((ITEM_BYTES.get(info.dtype, 4) for info in model.source.tensors.values()), default=4)

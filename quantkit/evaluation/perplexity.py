@@ -1,9 +1,9 @@
-"""Perplexity by a named protocol and, with the source's baseline, the divergence from the source, in one pass.
+"""Perplexity by a named protocol and, given the source's baseline, the divergence from the source, in one pass.
 
-Each scored position gives a record. With the source's logits it holds the Kullback-Leibler divergence of the model's
+Each scored position gives a record. With the source's logits it has the Kullback-Leibler divergence of the model's
 next-token distribution from the source's, in nats, and whether both have the same most likely token. The figures are
-those of llama.cpp's `llama-perplexity --kl-divergence`; formulas: docs/evaluating/divergence.md. The positions of
-finished batches are stored; an interrupted evaluation resumes there.
+the ones that llama.cpp's `llama-perplexity --kl-divergence` prints; formulas: docs/evaluating/divergence.md. Records of
+finished batches are stored, so that an interrupted evaluation resumes after them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Positions = NDArray[np.void]
 def score(
     logits: NDArray[np.float32], targets: NDArray[np.int64], source: NDArray[np.float32] | None = None
 ) -> Positions:
-    """Score P positions: (P, V) float32 logits or log-probabilities, (P,) the right tokens -> (P,) `RECORD`.
+    """Return a `RECORD` (P,) for P positions with logits or log-probabilities (P, V) float32 and right tokens (P,).
 
-    source (P, V) float32 are the source model's. Neither is changed.
+    `source`: the source model's logits, (P, V) float32. Neither array is changed.
     """
     import torch
 
@@ -65,16 +65,16 @@ def score(
 
 
 def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:
-    """Return perplexity and standard error of (N,) nll: PPL * sqrt((mean(nll^2) - mean(nll)^2) / (N - 1))."""
+    """Return perplexity and its standard error for nll (N,): PPL * sqrt((mean(nll^2) - mean(nll)^2) / (N - 1))."""
     mean, error = mean_and_error(nll)
     perplexity = math.exp(min(mean, 700.0))
     return perplexity, perplexity * error
 
 
 def figures_of(positions: Positions, cut: Cut, **details: float) -> list[Measurement]:
-    """Return all figures of a cut's scored positions; `details` are added to the perplexity's.
+    """Return all figures of a cut's scored positions; `details` are added to the perplexity's details.
 
-    Each mean over positions also records its sums over each window.
+    Figures that are means over positions also have their sums over each window.
     """
     value, stderr = summarize(positions["nll"])
     every: dict[str, float | str] = {"mean_nll": float(positions["nll"].mean()), **details}
@@ -94,7 +94,7 @@ def figures_of(positions: Positions, cut: Cut, **details: float) -> list[Measure
 
 
 def divergence_of(positions: Positions) -> list[Measurement]:
-    """Return the figures of the divergence from the source; none if it was not measured."""
+    """Return the figures of the divergence from the source; an empty list if it was not measured."""
     if np.isnan(positions["divergence"]).any():
         return []
     count = len(positions)
@@ -129,10 +129,10 @@ def divergence_of(positions: Positions) -> list[Measurement]:
 def text_rates(
     positions: Positions, document: NDArray[np.int64], words: NDArray[np.int64], nbytes: NDArray[np.int64]
 ) -> list[Measurement]:
-    """Return word perplexity, byte perplexity and bits per byte of documents.
+    """Return word perplexity, byte perplexity and bits per byte.
 
-    document (N,) is each position's document; words and nbytes (documents,) are counts of the original text. The
-    standard error takes documents as independent (ratio estimate, linearized).
+    `document` (N,): document number of each position; `words`, `nbytes` (documents,): counts of the original text. The
+    standard error treats documents as independent (ratio estimate, linearized).
     """
     sums = np.bincount(document, weights=positions["nll"], minlength=len(words))
 
@@ -153,7 +153,7 @@ def text_rates(
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of `count` trials (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
+    """Return the 95 % confidence interval of a share of `count` trials (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
     z = NORMAL_95**2 / count
     middle = (share + z / 2) / (1 + z)
     half = NORMAL_95 * math.sqrt(share * (1 - share) / count + z / (4 * count)) / (1 + z)
@@ -167,15 +167,15 @@ def _correlation(one: NDArray[np.float64], two: NDArray[np.float64]) -> float:
 
 
 class Baseline(Protocol):
-    """The source's logits at the scored positions."""
+    """Provider of the source's logits at the scored positions."""
 
     def logits(self, start: int, count: int) -> NDArray[np.float32]:
-        """Return (count, V) float32 logits of the scored positions from number `start` on."""
+        """Return the logits (count, V) float32 of the scored positions from number `start` on."""
 
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """The data that a probe may use."""
+    """The inputs of a probe."""
 
     loaded: LoadedModel
     model: Model
@@ -192,7 +192,7 @@ class ProbeJob:
 
 @dataclass(frozen=True)
 class Probe:
-    """A measurement, a row of `evaluation/probes.py`."""
+    """A measurement that an evaluation can run, registered in `evaluation/probes.py`."""
 
     name: str
     run: Callable[[ProbeJob], list[Measurement]]
@@ -208,16 +208,16 @@ WRITING_SHARE = 0.05  # maximum share of the time
 
 
 class ResumeFile:
-    """The scored positions of finished batches: a checksum, and records (`scores.RECORD`).
+    """File with the scored positions of finished batches: a checksum, then records (`RECORD`).
 
-    The whole file is replaced each time. A damaged or unwritable file only costs time.
+    Each write replaces the whole file. A damaged or unwritable file only means that more is computed again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._next = path, 0.0
 
     def read(self) -> Positions:
-        """Return the stored positions; none if the file is missing or damaged."""
+        """Return the stored positions; an empty array if the file is missing or damaged."""
         data = b""
         with suppress(OSError):
             data = self._path.read_bytes()
@@ -226,7 +226,7 @@ class ResumeFile:
         return np.frombuffer(records if whole else b"", RECORD)
 
     def write(self, parts: Sequence[Positions]) -> None:
-        """Store all positions so far, unless writing has taken more than its share of the time."""
+        """Store all positions so far; skipped if writing would take more than `WRITING_SHARE` of the time."""
         if (begin := time.monotonic()) < self._next:
             return
         records = np.concatenate(parts).tobytes()
@@ -248,7 +248,7 @@ def _checksum(records: bytes) -> bytes:
 
 
 def _scored(job: ProbeJob, windows: Sequence[Window], position: int) -> Iterator[Positions]:
-    """Score `windows` one by one; `position` is the number of the first scored position."""
+    """Yield the scored positions of each window; `position` is the number of the first one in the text."""
     baseline = job.baseline() if job.baseline is not None else None
     pieces = job.loaded.pieces(windows)
     for window in windows:
@@ -269,7 +269,7 @@ def _scored(job: ProbeJob, windows: Sequence[Window], position: int) -> Iterator
 
 
 def measure_perplexity(job: ProbeJob) -> list[Measurement]:
-    """Score all windows; return perplexity, divergences, and what the protocol adds."""
+    """Score all windows; return perplexity, divergences, and the protocol's additional figures."""
     batches, resume = list(alike(job.cut.windows)), ResumeFile(job.resume)
     ends = np.cumsum([0, *map(positions_in, batches)])
     finished = resume.read()

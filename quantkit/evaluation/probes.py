@@ -1,8 +1,8 @@
-"""The probes, in the order in which they run. Formulas: docs/evaluating/speed-and-memory.md.
+"""The probes, in running order. Formulas: docs/evaluating/speed-and-memory.md.
 
 How to add one: docs/contributing/add-a-figure.md.
 
-Generation is greedy at batch 1. Times of a generation are the seconds from the prompt to each token, one or more.
+Generation is greedy with one sequence. The times of a generation are seconds from the prompt to each generated token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANSWER_TOKENS = 384  # our longest prompt and 200 tokens
 
 
 def measure_size(job: ProbeJob) -> list[Measurement]:
-    """Return the bytes of the weight files, and the bits per weight of the source model."""
+    """Return the total bytes of the weight files, and the bits per parameter of the source model."""
     total = sum(path.stat().st_size for path in job.model.weight_files)
     parameters = job.model.parameters
     return [
@@ -39,7 +39,7 @@ def measure_size(job: ProbeJob) -> list[Measurement]:
 
 
 def generate(job: ProbeJob, prompt: list[int], count: int, ends: frozenset[int] = frozenset()) -> list[float]:
-    """Generate `count` tokens after the prompt, fewer if one of `ends` comes; return the times."""
+    """Generate `count` tokens after the prompt, or up to one of `ends`; return each token's time in seconds."""
     begin = time.perf_counter()
     times: list[float] = []
     for token in job.loaded.stream(prompt, count):
@@ -50,18 +50,18 @@ def generate(job: ProbeJob, prompt: list[int], count: int, ends: frozenset[int] 
 
 
 def ms_per_token(times: list[float]) -> float:
-    """Return (last token - first token) / (tokens - 1), in milliseconds, without the prompt; for two tokens or more."""
+    """Return (last time - first time) / (tokens - 1) in milliseconds, for at least two tokens."""
     return 1000 * (times[-1] - times[0]) / (len(times) - 1)
 
 
 def first_prompt(job: ProbeJob) -> list[int]:
-    """Return the first tokens of the text."""
+    """Return the first `PROMPT_TOKENS` tokens of the text."""
     ids: list[int] = job.cut.windows[0].ids[:PROMPT_TOKENS].tolist()
     return ids
 
 
 def measure_memory(job: ProbeJob) -> list[Measurement]:
-    """Return the peak resident memory of loading the model and generating, and the peak of torch's GPU allocator."""
+    """Return the peak resident memory of loading and generating, and the peak of torch's GPU allocator."""
     generate(job, first_prompt(job), job.spec.new_tokens)
     generating, on_gpu = peak_rss_bytes(), device_peak_bytes()
     details = {"loading": job.loading_peak, "generating": generating, "new_tokens": job.spec.new_tokens}
@@ -73,7 +73,7 @@ def measure_memory(job: ProbeJob) -> list[Measurement]:
 
 
 def measure_speed(job: ProbeJob) -> list[Measurement]:
-    """Return the median ms/token, from the first new token to the last, and the median time to the first new token."""
+    """Return the median time per token, first to last new token, and the median time to the first new token."""
     prompt, repeats, each, firsts = first_prompt(job), job.spec.repeats, [], []
     with job.progress.step(f"speed at {threads(job.threads)}", repeats + 1) as advance:
         generate(job, prompt, min(WARM_UP_TOKENS, job.spec.new_tokens))
@@ -132,7 +132,7 @@ def measure_throughput(job: ProbeJob) -> list[Measurement]:
 
 
 def measure_answers(job: ProbeJob) -> list[Measurement]:
-    """Return figures of nine answers after a warm-up; prompts are plain text, without a chat template."""
+    """Return speed figures of nine answers after a warm-up; prompts are plain text, without a chat template."""
     tokenizer, ends, answers = job.model.tokenizer(), job.model.end_tokens, []
     with job.progress.step(f"answers at {threads(job.threads)}", len(PROMPTS) + 1) as advance:
         for text in (WARM_UP, *PROMPTS):
@@ -148,7 +148,7 @@ def measure_answers(job: ProbeJob) -> list[Measurement]:
 
 
 def answer_figures(answers: list[list[float]], count: int) -> list[Measurement]:
-    """Return means with standard errors over the answers' times, and percentiles of latencies, at `count` threads."""
+    """Return mean rates with standard errors, and percentiles of latencies, from the token times of `answers`."""
     measured = []
     for name, unit, values in (
         ("tokens_per_second", "tokens/s", [len(a) / a[-1] for a in answers]),
@@ -184,7 +184,7 @@ PROBES = {
 
 
 def find_probe(name: str) -> Probe:
-    """Look a probe up; raises RecipeError with a near-miss hint."""
+    """Return the probe `name`; raises RecipeError for an unknown name and suggests a similar one."""
     if name not in PROBES:
         raise RecipeError(f"unknown probe {name!r}.{near_miss(name, PROBES)} Known: {', '.join(sorted(PROBES))}.")
     return PROBES[name]

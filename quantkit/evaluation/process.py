@@ -1,4 +1,4 @@
-"""Child processes that load one model and measure it: their requests, and the parent's side; see worker.py."""
+"""Start child processes that load one model and measure it: their requests and results. The child is worker.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORKER = "quantkit.evaluation.worker"
 
 
 class LoadRequest(Strict):
-    """Load a model in an engine, with a number of threads."""
+    """Request to load a model in an engine, with a number of threads."""
 
     model: ModelRef
     engine: ChosenEngine
@@ -41,14 +41,14 @@ class LoadRequest(Strict):
 
 
 class BaselineRef(Strict):
-    """A source, and the key of its baseline."""
+    """A source, and the cache key of its baseline."""
 
     source: ModelRef
     key: str
 
 
 class MeasureRequest(Frozen):
-    """Run `probes`; run the speed probes again with each of `further_threads`."""
+    """Request to run `probes`, and speed probes again with each of `further_threads`."""
 
     kind: Literal["measure"] = "measure"
     load: LoadRequest
@@ -62,7 +62,7 @@ class MeasureRequest(Frozen):
 
 
 class BaselineRequest(Frozen):
-    """Make the baseline `key` of the model, which is a source."""
+    """Request to make the baseline `key` of the model, which is a source."""
 
     kind: Literal["baseline"] = "baseline"
     load: LoadRequest
@@ -71,7 +71,7 @@ class BaselineRequest(Frozen):
 
 
 class TasksRequest(Frozen):
-    """Run tasks of lm-evaluation-harness."""
+    """Request to run tasks of lm-evaluation-harness."""
 
     kind: Literal["tasks"] = "tasks"
     load: LoadRequest
@@ -82,7 +82,7 @@ Request = MeasureRequest | BaselineRequest | TasksRequest
 
 
 def read_request(text: str) -> Request:
-    """Read a request's JSON; raises EngineError."""
+    """Return the request in a JSON text; raises EngineError."""
     adapter: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
     try:
         return adapter.validate_json(text)
@@ -94,7 +94,7 @@ def read_request(text: str) -> Request:
 
 @dataclass(frozen=True)
 class ChildResult:
-    """What a child reports: the loaded model, its measurements, or results of tasks."""
+    """Result of a child process: facts about the loaded model, and measurements or task results."""
 
     loaded: LoadedEntry
     measurements: tuple[Measurement, ...]
@@ -102,9 +102,9 @@ class ChildResult:
 
 
 def run_child(request: Request, temp: Path, progress: Progress, forked: bool = False) -> ChildResult:
-    """Run one child with its files in `temp`; with `forked`, fork a process that has imported transformers if possible.
+    """Run a request in a child process with its files in `temp`; `forked`: fork it from a prepared process if possible.
 
-    Raises the QuantkitError that the child reports, and EngineError if it ends without one.
+    Raises the QuantkitError that the child reports, EngineError if it ends without a result.
     """
     path, load = temp / "request.json", request.load
     engine, model = load.engine, load.model.model
@@ -142,7 +142,7 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = F
 
 
 def _read_events(events: Iterable[str], what: str, progress: Progress) -> ChildResult | None:
-    """Forward steps and raise the error that the child reports; return its result, None if it has loaded no model."""
+    """Pass a child's steps to `progress`, raise the error it reports; return its result, None if no model loaded."""
     loaded: LoadedEntry | None = None
     measurements: list[Measurement] = []
     tasks: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def _read_events(events: Iterable[str], what: str, progress: Progress) -> ChildR
 
 
 def prepare() -> None:
-    """Start importing what child processes need, in the background."""
+    """Start a background process that imports what forked children need."""
     forking.start(_variables(1))
 
 
@@ -184,7 +184,7 @@ def _variables(threads: int) -> dict[str, str]:
 def start(
     python: str, request: Path, write_end: int, log: IO[bytes], variables: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the child; its events go to the file descriptor `write_end`, the engine's output to `log`."""
+    """Start a child process; its events go to the file descriptor `write_end`, other output to `log`."""
     return subprocess.Popen(
         [python, "-P", "-m", WORKER, str(request), str(write_end)],
         stdin=subprocess.DEVNULL,

@@ -1,10 +1,12 @@
-"""Perplexity protocols: how a text is cut into token windows, and which positions count.
+"""Perplexity protocols: how a text is cut into windows of tokens, and which positions are scored.
 
-llama.cpp: windows of n_ctx (512) without overlap; BOS replaces token 0 of each window if the vocabulary adds BOS; only
-targets in the second half count (n_ctx - n_ctx/2 - 1 per window); the rest of the text is dropped.
-papers (GPTQ, AWQ): rows joined with a blank line; windows of 2048 without overlap; every target counts.
-lm-eval: the harness's task wikitext: pages one by one, cut and cleaned by `data/texts.py`; windows as long as the
-model's context without overlap, with BOS (or EOS) before the first; every token counts once.
+llama.cpp: windows of n_ctx (512) without overlap; BOS replaces token 0 of each window if the tokenizer adds BOS; only
+targets in the second half are scored (n_ctx - n_ctx/2 - 1 per window); an incomplete last window is dropped.
+
+papers (GPTQ, AWQ): rows joined with blank lines; windows of 2048 without overlap; every target is scored.
+
+lm-eval: the harness's task wikitext. Pages are cleaned by `data/texts.py` and scored one by one, in windows as long as
+the model's context, with BOS (or EOS) before the first token; every token is scored once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Cutter = Callable[[Text, Any, int, int | None], tuple[list[Window], list[tuple[i
 
 @dataclass(frozen=True)
 class Protocol:
-    """Name, default tokens in a window (None: the model's context), and how a text is cut."""
+    """A perplexity protocol: its name, default window length in tokens (None: the model's context), and cutter."""
 
     name: str
     n_ctx: int | None
@@ -102,7 +104,7 @@ PROTOCOLS = {
 
 
 def find_protocol(name: str) -> Protocol:
-    """Look a protocol up; raises RecipeError."""
+    """Return the protocol `name`; raises RecipeError for an unknown name and suggests a similar one."""
     if name not in PROTOCOLS:
         raise RecipeError(f"unknown protocol {name!r}.{near_miss(name, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
@@ -116,10 +118,10 @@ def cut(
     limit: int | None = None,
     config: dict[str, Any] | None = None,
 ) -> Cut:
-    """Tokenize `text` and cut it into windows; `limit` counts windows, for lm-eval pages.
+    """Tokenize `text` and cut it into windows by the protocol `name`; `limit` windows at most (lm-eval: pages).
 
-    If neither `n_ctx` nor the protocol sets a length, windows are as long as the context in `config`. Raises
-    TextError for a text that is too short, SourceError or UnsupportedError for a token or position without embedding.
+    If neither `n_ctx` nor the protocol sets a length, windows are as long as the context in `config`. Raises TextError
+    for a text that is too short, SourceError or UnsupportedError for a token or position without an embedding.
     """
     protocol = find_protocol(name)
     n_ctx = n_ctx or protocol.n_ctx or context_of(config or {})

@@ -1,8 +1,8 @@
-"""Task accuracy: lm-evaluation-harness runs its tasks on any model that an engine opens.
+"""Task accuracy: run tasks of lm-evaluation-harness on any model that an engine can load.
 
-https://github.com/EleutherAI/lm-evaluation-harness. The child process wraps the model as a model of the harness, so all
-tasks work: they score continuations (loglikelihood) and texts (loglikelihood_rolling), and generate answers greedily
-(generate_until). Tokens and windows are those of the harness's transformers model. Sampling is not supported.
+https://github.com/EleutherAI/lm-evaluation-harness. The child process presents the loaded model as a model of the
+harness. Tasks can score continuations (loglikelihood) and texts (loglikelihood_rolling), and generate greedily
+(generate_until). Tokens and windows are the same as in the harness's transformers model. Sampling is not supported.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def evaluate_tasks(
     progress: Progress | None = None,
     **settings: Any,
 ) -> TaskReport:
-    """Run tasks of lm-evaluation-harness on an artifact or a source model, in a process of its own.
+    """Run tasks of lm-evaluation-harness on an artifact or a source model, in a child process; return a report.
 
-    `settings` are fields of TaskSpec: `include`, a folder with further task definitions, whose code is run;
-    `limit`, samples of each task; `n_ctx`, the longest text in tokens (default: the model's context); `num_fewshot`,
+    `settings` are fields of TaskSpec: `include`, a folder with more task definitions, whose code is executed; `limit`,
+    samples of each task; `n_ctx`, the longest text in tokens (default: the model's context); `num_fewshot`,
     `chat_template`. Raises a QuantkitError.
     """
     if (include := settings.get("include")) is not None:
@@ -88,12 +88,12 @@ def evaluate_tasks(
 
 
 def longest(model: Model, spec: TaskSpec) -> int:
-    """Return the longest text in tokens: as `spec` says, else the model's context."""
+    """Return the longest text in tokens: the requested length, else the model's context."""
     return spec.n_ctx or context_of(model.config)
 
 
 def run_tasks(loaded: LoadedModel, model: Model, spec: TaskSpec, progress: Progress) -> dict[str, Any]:
-    """Return the harness's results, by task and figure, for a model that an engine has `loaded`.
+    """Run the harness on a loaded model and return results, versions and sample counts by task.
 
     Raises RecipeError, DependencyError.
     """
@@ -135,7 +135,7 @@ def _as_harness_model(loaded: LoadedModel, tokenizer: Any, max_length: int, prog
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class HarnessModel(TemplateLM):
-        """The harness's interface to a model, on one of our engines."""
+        """An engine's model as a model of lm-evaluation-harness."""
 
         tokenizer_name = "quantkit"
 
@@ -195,7 +195,7 @@ def _as_harness_model(loaded: LoadedModel, tokenizer: Any, max_length: int, prog
 def _continuations(
     loaded: LoadedModel, pairs: list[tuple[list[int], list[int]]], max_length: int, progress: Progress
 ) -> list[tuple[float, bool]]:
-    """Return the log-probability of each continuation after its context, and whether it is the greedy one."""
+    """Return each continuation's log-probability after its context, and whether it is the greedy one."""
     windows = []
     for context, continuation in pairs:
         whole = np.asarray([*context, *continuation][-(max_length + 1) :], dtype=np.int64)
@@ -217,7 +217,7 @@ def _continuations(
 
 
 def _answer(loaded: LoadedModel, tokenizer: Any, ids: list[int], settings: dict[str, Any], max_length: int) -> str:
-    """Return the greedy continuation of `ids` up to EOS or the first text of ``until``."""
+    """Return the greedy continuation of `ids` as text, up to EOS or the first stop string in ``until``."""
     if settings.get("do_sample") and float(settings.get("temperature") or 0) > 0:
         raise UnsupportedError("this task samples its answers, but quantkit's engines only generate greedily")
     until = settings.get("until") or []

@@ -1,8 +1,8 @@
 """The child process that loads one model in one engine and measures it.
 
-Each model has its own process: memory is measured for the model alone, thread pools have the right size, and an
-engine's crash ends only this process. process.py runs `python -P -m quantkit.evaluation.worker REQUEST.json
-FD`; events go to the file descriptor FD, one JSON object a line.
+Each model has its own process: memory is measured for that model alone, thread pools have the right size, and a crash
+of the engine ends only this process. process.py runs `python -P -m quantkit.evaluation.worker REQUEST.json FD`; the
+child writes events to the file descriptor FD, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Send = Callable[[dict[str, Any]], None]
 
 
 def serve(request: Request, send: Send) -> None:
-    """Load the model, run the request, and send each event as a kind and its content."""
+    """Run a request; `send` gets each event as a dict {kind: content}."""
     if isinstance(request, MeasureRequest):
         _measure(request, send)
     elif isinstance(request, BaselineRequest):
@@ -98,7 +98,7 @@ def _read_cut(path: str) -> Cut:
 
 
 def _load(request: LoadRequest, model: Model, n_ctx: int, send: Send) -> tuple[LoadedModel, Progress]:
-    """Load the model for contexts of `n_ctx` tokens; its progress is sent."""
+    """Load the model for contexts of `n_ctx` tokens; return it and a progress listener that sends events."""
     progress = Progress(lambda step: send({"step": asdict(step)}))
     chosen, engine = request.engine, find_engine(request.engine.name)
     device = engine.find_device(chosen.device)
