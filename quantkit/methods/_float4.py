@@ -22,7 +22,7 @@ OTHER_KINDS = {
 
 
 def check_float4(job: Job[GroupedOptions]) -> Checked[Layout]:
-    """Check the job for 4-bit floats: raise an error for options that they lack, or layers that the format cannot store."""
+    """Check a 4-bit float job: raise an error for unsupported options, or layers that the format cannot store."""
     size, options = FLOAT4_GROUPS[job.bits], job.options
     if options.group_size not in ("auto", size):
         raise RecipeError(f"{job.bits} has groups of {size} columns, not {options.group_size}: leave group_size out")
@@ -38,7 +38,7 @@ def check_float4(job: Job[GroupedOptions]) -> Checked[Layout]:
 def grid_of(job: Job, names: Iterable[str]) -> Float4:
     """Return the 4-bit float grid shared by a decoder block's layers; `names` are their weights.
 
-    All layers have the same global scale, because engines fuse some of them.
+    With NVFP4 all have the same global scale, because engines fuse some of them.
     """
     if job.bits != "nvfp4":
         return Float4(job.bits)

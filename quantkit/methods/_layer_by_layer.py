@@ -15,7 +15,7 @@ def write_layers(
 ) -> None:
     """Quantize and write every linear layer, block by block, resuming after the layers of an interrupted run.
 
-    `of_block` takes a block's weight names and returns the function that quantizes one of them; `what` is the step's title.
+    `of_block` maps a block's weight names to the function that quantizes one of them; `what` is the step's title.
     """
     linears = [name for name in job.skeleton.linears() if name not in job.checked.plan.dense]
     with (

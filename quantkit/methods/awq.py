@@ -81,7 +81,7 @@ class PlainRounding:
     clip: bool = False
 
     def round(self, weight: torch.Tensor, importance: torch.Tensor, quick: bool = False) -> GroupedWeight:
-        """Round `weight` (N, K) float32; `importance` (K,) weights errors in the range search, `quick` as in `fit_grid`."""
+        """Round `weight`, float32 (N, K); `importance` (K,) weights range-search errors, `quick` as in `fit_grid`."""
         search = {"importance": importance, "search": "quick" if quick else True} if self.clip else {}
         grids = {"symmetric": self.symmetric, "least_zero": self.least_zero}
         return round_to_nearest(weight, self.group_size, self.bits, **grids, **search)
@@ -120,10 +120,10 @@ def search_scale(
     heads: tuple[int, int],
     shards: Shards = ALONE,
 ) -> torch.Tensor:
-    """Return the channel scales, float32 (K,), with the least total output error of `weights` [(N, K)] after `rounding`.
+    """Return the channel scales, float32 (K,), with the least output error of `weights` [(N, K)] after `rounding`.
 
-    `hessian` as in `output_error`. Trials: no scaling, rms(x)^a, and rms(x)^a / mean|w|^(1-a), with `points` exponents a in
-    (0, 1], first every COARSE-th, then those around the best. `heads` (query, key-value) ties the scales of query
+    `hessian` as in `output_error`. Trials: no scaling, rms(x)^a, and rms(x)^a / mean|w|^(1-a), for `points` exponents a
+    in (0, 1], first every COARSE-th, then those around the best. `heads` (query, key-value) ties the scales of query
     heads that share a value head; (1, 1) leaves all channels free. Ranks share the trials.
     """
     diagonal = hessian if hessian.ndim == 1 else torch.diagonal(hessian)
@@ -168,7 +168,7 @@ def search_scale(
 
 
 def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:
-    """Refit the scales of `layer` to the outputs of `weight`, float32 (N, K), then round again: `rounds` roundings in all."""
+    """Refit the scales of `layer` to the outputs of `weight`, float32 (N, K), and round again: `rounds` roundings."""
 
     def requantize(fitted: GroupedWeight) -> RoundedLayer:
         grid = Grid(fitted.scales, fitted.zeros, fitted.bits)
@@ -227,7 +227,7 @@ def _exact_share(options: Options) -> float:
 def _searched_sequences(job: Job[Options], block: Block) -> int | None:
     """Return how many calibration sequences the scale search uses; None means all.
 
-    With plain rounding, search and rounding share their Hessians, so all are used. Error feedback has separate Hessians;
+    With plain rounding, search and rounding share their Hessians, so all are used. Error feedback has its own Hessians;
     the search then uses only the share for earlier layers' errors. Experts use all, as each sees few tokens.
     """
     if job.options.feedback is None or any(expert_of(name) is not None for name in block.linears):
@@ -252,7 +252,7 @@ def _scale_block(
     values: dict[str, torch.Tensor],
     hessians: dict[str, torch.Tensor],
 ) -> None:
-    """Search and apply scales: change a block's weights in `values` (float32, by full name) and input Hessians in place."""
+    """Search and apply scales: change the weights in `values` (float32, by full name) and input Hessians in place."""
     options, plan = job.options, job.checked.plan
     for scaling in scalings:
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]

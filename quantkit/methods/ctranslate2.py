@@ -1,8 +1,8 @@
 """CTranslate2: int8, int16 or float weights, written by CTranslate2's own converter and verified against the source.
 
-Documentation: https://opennmt.net/CTranslate2/quantization.html. The converter silently produces wrong output for some
-models. An artifact is therefore accepted only if CTranslate2 and transformers give the same log-probabilities on a short
-text. Not supported: architectures not measured to be exact, and settings that a short text cannot verify
+Documentation: https://opennmt.net/CTranslate2/quantization.html. The converter silently produces wrong output for
+some models. An artifact is therefore accepted only if CTranslate2 and transformers agree on a short text's
+log-probabilities. Not supported: architectures not measured to be exact, and settings that a short text cannot verify
 (RoPE scaling, sliding windows).
 """
 

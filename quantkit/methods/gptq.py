@@ -73,10 +73,10 @@ class Options(Learned, GroupedOptions):
 
 
 class Solver:
-    """Quantizes the weights of linear layers with the same input; takes ownership of the moments (K, K) and modifies them.
+    """Quantizes the weights of linear layers with the same input; owns and modifies the moments (K, K).
 
-    `group_size` is in columns; -1 is the whole row. With a cross moment, the quantized layer approximates the outputs on
-    unquantized inputs, which compensates for errors of earlier layers. `rows` is the total row count of all weights.
+    `group_size` is in columns; -1 is the whole row. With a cross moment, outputs approximate those on unquantized
+    inputs, which compensates for errors of earlier layers. `rows` is the total row count of all weights.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def exact_share(options: Options) -> float:
 
 
 def streams(job: CheckedJob, shapes: Shapes, share: float) -> float:
-    """Return the activation memory in units of one stream; a `share` also runs through the unquantized model."""
+    """Return how many copies of the activations are held if a `share` also runs through the unquantized model."""
     spec = job.recipe.calibration
     sequences, length = (spec.sequences, spec.length) if job.calibration is None else job.calibration.ids.shape
     return 1 + exact_sequences(share, sequences, length, shapes.widest) / sequences

@@ -225,7 +225,7 @@ class _Rounding:
         return x - error
 
     def _best(self, x: torch.Tensor, signs: torch.Tensor, metric: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-        """Return, per row, the index (r,) of the entry p that minimizes e metric e^T + 2 e cross^T, e = x - signs * p."""
+        """Return per row the index (r,) of the entry p with the least e metric e^T + 2 e cross^T, e = x - signs * p."""
         first, second = self._pairs
         linear = (x @ metric + cross) * signs * -2
         pairs = signs[:, first] * signs[:, second] * (2 * metric[first, second])
