@@ -256,7 +256,7 @@ class AdaptedSource(OverriddenSource):
 
     @cached_property
     def hashes(self) -> dict[str, str]:
-        """Return the hashes of the base model's files and of each adapter's files, prefixed with the adapter's number."""
+        """Return the hashes of the base model's files, and those of each adapter under ``adapter NUMBER: FILE``."""
         return self.base.hashes | {
             f"adapter {number}: {name}": digest
             for number, adapter in enumerate(self.adapters, 1)

@@ -183,7 +183,7 @@ class Adapter:
         return {path: next((value for value, matched in pairs if path in matched), default) for path in paths}
 
     def _refuse_left_out(self, parts: Mapping[str, Mapping[str, TensorInfo]]) -> None:
-        """Raise SourceError if tensors exist for a layer that adapter_config.json excludes, as PEFT would ignore them."""
+        """Raise SourceError for tensors of a layer that adapter_config.json excludes, since PEFT would ignore them."""
         config = self._config
         # A head that is tied to the embedding repeats the embedding's update and is not named.
         paths = [path for path in parts if not (config.ensure_weight_tying and self._repeats_table(path, parts))]

@@ -200,7 +200,7 @@ def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[S
 
 
 def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, int, list[str]]:
-    """Return the number of linear layers, the number that `scalings` do not scale, and the latter's names in a block."""
+    """Return (number of linear layers, number of unscaled ones, the unscaled layers' names within a block)."""
     total, left = 0, []
     for index, block in enumerate(scalings):
         scaled = {layer for scaling in block for layer in scaling.layers}

@@ -244,7 +244,7 @@ class _LazyTensor:
 
 
 def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
-    """Load the source as transformers' own model; return it with the loading report. `how` goes to `from_pretrained`."""
+    """Load the source as transformers' own model; return (model, loading report). `how` goes to `from_pretrained`."""
     lock = Lock()
     tensors = {name: _LazyTensor(source, name, lock) for name in source.tensors}
     settings = copy.deepcopy(source.settings)  # building a model changes the dtype in settings
@@ -298,7 +298,7 @@ def stacks(skeleton: Skeleton) -> list[str]:
 
 
 def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[int, int]]:
-    """Return the skeleton's linear layers to quantize; raise UnsupportedError if there are none."""
+    """Return the skeleton's linear layers; raise UnsupportedError if there are none, or if one cannot be quantized."""
     linears = skeleton.linears()
     if not linears:
         raise UnsupportedError(

@@ -106,8 +106,7 @@ def tables_by_rows(
 ) -> Iterator[set[str]]:
     """Load only requested rows into the embeddings (`tables`) of `base`; yield their parameter names.
 
-    `read(name, rows)` returns rows (rows, width) of a parameter. `likely` rows are read together with the first
-    request.
+    `read(name, rows)` returns rows (rows, width) of a parameter. `likely` rows are read with the first request.
     """
     found = tables(base)
     whole = {name: module.get_parameter("weight") for name, module in found.items()}
@@ -170,7 +169,7 @@ class StandIn:
     shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # values shared by earlier blocks
 
     def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the block's outputs for these parameters: hidden states (1, T, D) and values shared with other blocks."""
+        """Return the block's outputs for these parameters: hidden states (1, T, D) and values shared with blocks."""
         out, made = self.outputs(values)
         return [out, *(part for parts in made.values() for part in parts)]
 

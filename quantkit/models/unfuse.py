@@ -193,7 +193,7 @@ class Experts(nn.ModuleList):
         self.first = (names.gate, names.up) if stack.gated else (names.up,)
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Map tokens (tokens, hidden), with chosen experts int64 (tokens, k) and their weights (tokens, k), to outputs."""
+        """Map tokens (tokens, hidden), their chosen experts int64 (tokens, k) and weights (tokens, k) to outputs."""
         experts: list[Any] = list(self)
         routed = [torch.where(chosen == index) for index in range(len(experts))]
         inner = [expert.inner(hidden[token]) for expert, (token, _) in zip(experts, routed, strict=True)]
