@@ -391,7 +391,7 @@ def _vllm_notes(linears: Mapping[str, tuple[int, int]], group_size: int | str) -
 
 
 def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str, size: int) -> str | None:
-    """Return why tensor parallelism over `size` devices is impossible, or None. Too few KV heads are replicated."""
+    """Return why `size` devices cannot run the layers tensor-parallel, or None; too few KV heads are replicated."""
     group = group_size if isinstance(group_size, int) and group_size > 0 else UNIT
     by_columns = {name: k for name, (_, k) in linears.items() if name.split(".")[-2] in SPLIT_COLUMNS}
     for name, (n, k) in linears.items():

@@ -245,7 +245,7 @@ class Adapter:
 
 
 def _layer_of(path: str, lists: list[str]) -> int | None:
-    """Return the layer index in a module path, within one of the module lists `lists` (or any, if empty)."""
+    """Return the first layer index in a module path, after one of the names `lists` (or any name, if empty)."""
     parts = path.split(".")
     for place in range(1, len(parts) - 1):
         if parts[place].isdecimal() and (not lists or parts[place - 1] in lists):

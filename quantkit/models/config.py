@@ -305,7 +305,7 @@ class Beside:
 
 
 def beside_states(settings: Any) -> Beside:
-    """Return them for a configuration, from its settings of AltUp, per-layer inputs and KV sharing."""
+    """Return these numbers for a configuration, from its settings of AltUp, per-layer inputs and KV sharing."""
 
     def number(name: str) -> int:
         return int(getattr(settings, name, 0) or 0)

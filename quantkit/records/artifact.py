@@ -120,7 +120,7 @@ class CalibrationEntry(WithSeldom):
 
 
 class Manifest(WithSeldom):
-    """The content of `quantkit.json`; `device` is where weights were computed, empty for the CPU."""
+    """The content of `quantkit.json`; `device` is the device that computed the weights, None for the CPU."""
 
     schema_version: Literal[1] = 1
     recipe: ConvertRecipe

@@ -413,7 +413,7 @@ ARGUMENTS: dict[str, type[Strict]] = {"model": ModelRef, "engine": EngineSpec, "
 
 
 def spec_of(model: type[M], settings: dict[str, Any], where: str, **given: Any) -> M:
-    """Build a record from `settings` and `given`; raise RecipeError, which names the right record of a misplaced field."""
+    """Build a record from `settings` and `given`; raise RecipeError, naming the record of a misplaced field."""
     for argument, record in ARGUMENTS.items():
         for name in settings.keys() & (record.model_fields.keys() - model.model_fields.keys()):
             value = f"{record.__name__}({'model=..., ' if argument == 'model' else ''}{name}=...)"

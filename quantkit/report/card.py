@@ -109,7 +109,7 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
 
 
 def templates(shown: Callable[[str], str], html: bool) -> Environment:
-    """Return the jinja environment of this folder; values except Markup pass through `shown`, unknown names are errors."""
+    """Return this folder's jinja environment; values other than Markup pass through `shown`, unknown names are errors."""
     made = Environment(
         loader=PackageLoader("quantkit", "report"),
         autoescape=html,
@@ -124,7 +124,7 @@ def templates(shown: Callable[[str], str], html: bool) -> Environment:
 
 
 def counts(tensor_types: Mapping[str, int]) -> str:
-    """Describe an artifact's tensors by type, such as how many have which."""
+    """List an artifact's tensor types, each with its number of tensors."""
     return ", ".join(f"{count} {kind}" for kind, count in tensor_types.items())
 
 
@@ -139,7 +139,7 @@ def weight_error(error: WeightError) -> str:
 
 
 def convert_command(recipe: ConvertRecipe, folder: str) -> str:
-    """Return the command that reproduces an artifact of `recipe` in `folder`, omitting default values."""
+    """Return the command that makes an artifact of `recipe` in `folder`, omitting default values."""
     options: list[tuple[str, object]] = [("method", recipe.method), ("bits", recipe.bits), ("format", recipe.format)]
     options += [*sorted(recipe.options.items()), *(("adapter", adapter) for adapter in recipe.adapters)]
     default = CalibrationSpec()

@@ -155,8 +155,8 @@ def _value(report: Report, name: str) -> float:
 
 
 def answer(table: Table, model: str, max_kld: float, max_bytes: float | None) -> dict[str, Any]:
-    """Return the recommendation for a model: the smallest copy within the KLD limit, or the nearest; the best copy within
-    `max_bytes`, whether it is significantly best, and caveats; the fastest copy on each machine.
+    """Return a model's recommendation: the smallest copy within the KLD limit, or the nearest; the best copy
+    within `max_bytes`, whether it is significantly best, and caveats; the fastest copy on each machine.
     """
     variants = table.variants(model)
     copies = [report for report in variants if report.model.method is not None]

@@ -323,7 +323,7 @@ class Table:
         return f"{self.columns[-1]}: {', '.join(shown)}"
 
     def drawn(self, width: int, transpose: bool | None = None) -> Group:
-        """Draw the table for a terminal of `width` columns; `transpose`: one row per variant, None: if columns do not fit."""
+        """Draw the table for a terminal of `width` columns; `transpose`: a row per variant, None: if columns do not fit."""
         grids = []
         for model in self.models:
             rows = self.rows(model)

@@ -107,7 +107,7 @@ def _how_ended(code: int) -> str:
 
 
 def _end_server(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
-    """Forward the signal `last`, wait, and kill remaining processes; further signals are ignored meanwhile."""
+    """Send the signal `last` to the server, wait, and kill remaining processes; ignore further signals meanwhile."""
     ignored = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:

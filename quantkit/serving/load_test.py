@@ -1,4 +1,4 @@
-"""Load test: send requests to a server at fixed concurrency or rate for a fixed time, and measure latency and throughput.
+"""Load test: send requests to a server at fixed concurrency or rate for a fixed time, and measure the answers.
 
 Time to first token, time per output token and latency are based on complete answers; the token rate counts all tokens
 that arrived in time. Formulas: docs/serving.md.

@@ -38,7 +38,7 @@ def find_device(asked: str = AUTO) -> str:
 
 
 def _may_have_accelerator() -> bool:
-    """Return whether importing torch to look for an accelerator is worthwhile (not for CPU builds without a backend)."""
+    """Return whether torch may know an accelerator, so that importing it is worthwhile; CPU builds need a backend."""
     return "torch" in sys.modules or not version("torch").endswith("+cpu") or bool(entry_points(group="torch.backends"))
 
 

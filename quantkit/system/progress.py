@@ -51,10 +51,10 @@ class Timed:
             self.done, self.piece_began = self.step.done, now
 
     def left(self, now: float, inner: Step | None = None) -> float | None:
-        """Estimate the remaining seconds; None until a unit is finished.
+        """Estimate the remaining seconds; None while there is no basis for an estimate.
 
-        Units are assumed to take equally long. Within a unit, the pace of the innermost step `inner` is used if that is
-        the main work.
+        Units are assumed equally long unless the step has estimates of its pieces. Within a piece, the pace of the
+        innermost step `inner` is used if that is the main work.
         """
         step = self.step
         if step.expected is None or step.after is None:

@@ -133,7 +133,7 @@ def refuse_ranks(reason: str) -> None:
 
 
 def device_of(device: str, here: Shards) -> str:
-    """Return torch's device name for this rank: with GPUs, each rank on a machine has its own."""
+    """Return torch's device name for this rank: with GPUs, each rank on a machine has one of its own."""
     return f"cuda:{here.local_rank}" if here.size > 1 and _on_gpus(device) else device
 
 

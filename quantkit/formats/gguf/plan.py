@@ -52,7 +52,7 @@ class PlannedTensor:
 
     @property
     def columns(self) -> RowOrder | None:
-        """Return the file's column permutation of the source, or None if columns are unchanged."""
+        """Return, for each column in the file, the index of the source column; None if unchanged."""
         return None if self.slot is None else self.slot.columns
 
     @property

@@ -56,13 +56,13 @@ class Slot:
 
     @cached_property
     def rows(self) -> RowOrder | None:
-        """Return the file's row permutation of the source, or None; raise ValueError for a bad shape."""
+        """Return, for each row in the file, the index of the source row; None if unchanged. Raises ValueError."""
         order = self.transform.rows
         return None if order is None else order.of(self.model, self.shape[0])
 
     @cached_property
     def columns(self) -> RowOrder | None:
-        """Return the file's column permutation of the source, or None; raise ValueError for a bad shape."""
+        """Return, for each column in the file, the index of the source column; None if unchanged. Raises ValueError."""
         order = self.transform.columns
         return None if order is None else order.of(self.model, self.shape[-1])
 

@@ -176,7 +176,7 @@ def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
 
 
 def _extreme(scales: Floats) -> tuple[Floats, Floats]:
-    """Quantize scales to int8: return factors (n, 1) that map the largest magnitude to -128, and the integers."""
+    """Quantize each row's scales to int8; return factors (n, 1), with the largest magnitude at -128, and integers."""
     sizes = np.where(np.isnan(scales), np.float32(0), np.abs(scales))
     extreme = np.take_along_axis(scales, sizes.argmax(axis=1)[:, None], axis=1)
     nothing = sizes.max(axis=1, keepdims=True) < NOTHING
