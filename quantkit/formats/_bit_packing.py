@@ -24,7 +24,7 @@ def codes_per_unit(bits: int) -> int:
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes (K, N) along K into int32 (K * bits / 32, N); raise UnsupportedError if a word is not full."""
+    """Pack codes (K, N) along K into int32 (K * bits / 32, N); raise UnsupportedError if K leaves words unfilled."""
     rows, columns = codes.shape
     unit = codes_per_unit(bits)
     if rows % unit:

@@ -112,7 +112,7 @@ class Packing(ABC, Generic[Weight]):
         return self.bits[0]
 
     def depends_on(self, layer: StoredLayer) -> object:
-        """Return a key of the settings that affect the layer's values, besides its tensors."""
+        """Return the settings (other than the tensors) that determine the layer's values, to compare packings."""
         return self.bits_of(layer)
 
     def pack_scales(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -182,7 +182,7 @@ def _refuse_far(job: Job[BitsByLayer], layout: Layout) -> int:
 def choose_bits(job: CheckedJob[BitsByLayer, Layout], run: Run) -> Layout:
     """Return the job's layout; with a target, choose each layer's bits and note the choice.
 
-    Raises RecipeError if the estimate reaches the target with no choice.
+    Raises RecipeError if, by the estimate, no choice reaches the target.
     """
     if not targeted(job.options):
         return job.checked.plan

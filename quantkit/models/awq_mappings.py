@@ -98,7 +98,7 @@ def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
 
 
 def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tensor:
-    """Return the indices of those of `rows` rows of the layer before that feed the next layer's `columns` inputs.
+    """Return which of the `rows` output rows of the layer before become the `columns` inputs of the next layer.
 
     There are fewer than `columns` if several of the `heads` query heads share a value head.
     """

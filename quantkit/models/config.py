@@ -117,7 +117,7 @@ def _refuse_ranges(config: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_numbers(config: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedError for invalid integers, names or mappings."""
+    """Raise UnsupportedError for values in config.json that should be integers, names or mappings but are not."""
     for names, (least, most) in NUMBERS.items():
         for name in names:
             if not isinstance(config.get(name), list):  # some architectures have one per layer

@@ -264,9 +264,9 @@ def round_columns(
 
     `columns`, float32 (K, N), is the transposed weight in rounding order; `factor` (K, K), from `feedback_factor`, and
     `grids.group_of` have the same order. If scales are not fixed in advance, `fit` is called at the first column of
-    each `group` consecutive columns, with their values (group, N) in the paper's form, and must set the group's scales
-    and zeros. `nearest` rounds column / scale to (code - zero) if some integers are not codes. `record`, if given,
-    receives the errors.
+    each `group` consecutive columns, with their values (group, N) after feedback of earlier groups, and must set the
+    group's scales and zeros. `nearest` rounds column / scale to (code - zero) if some integers are not codes. `record`,
+    if given, receives the errors.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
     diagonal = torch.diagonal(factor)

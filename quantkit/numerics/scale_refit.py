@@ -144,9 +144,10 @@ class Refit:
 
 
 def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units: int) -> torch.Tensor:
-    """Return p_g^T H_gh q_h, float64 (n, P * U, P * U), over all parts p, q of a row and column units g, h.
+    """Return the normal-equation matrices p_g^T H_gh q_h, float64 (n, P * U, P * U), of n rows.
 
-    `parts`: P tensors, float32 (n, K), each with U = `units` contiguous units. `hessian` (K, K): float32 or `quick`.
+    p, q are among the P `parts`, float32 (n, K); g, h among U = `units` contiguous column units. `hessian` (K, K):
+    float32 or `quick`.
     """
     rows, columns = parts[0].shape
     size, count = columns // units, len(parts)

@@ -94,7 +94,7 @@ class Gram:
 
 
 def _whole(sums: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Divide the upper panels by `tokens` in place, and mirror them to the lower triangle."""
+    """Divide the sums by `tokens` in place, and fill the lower triangle, which was not computed, by symmetry."""
     sums.div_(max(tokens, 1))
     for left in range(0, len(sums), PANEL):
         inside = sums[left : left + PANEL, left : left + PANEL]

@@ -299,7 +299,7 @@ def _outdated_files(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[s
 
 @contextmanager
 def _hub_errors(what: str, token: str) -> Iterator[None]:
-    """Turn any library exception into a HubError, ``WHAT: reason. FIX``, without the token."""
+    """Turn library exceptions inside the context into HubError, ``WHAT: reason. FIX``; the token is removed."""
     try:
         yield
     except QuantkitError:

@@ -109,7 +109,7 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
 
 
 def templates(shown: Callable[[str], str], html: bool) -> Environment:
-    """Return this folder's jinja environment; values other than Markup pass through `shown`, unknown names are errors."""
+    """Return this folder's jinja environment: `shown` filters values except Markup, and unknown names are errors."""
     made = Environment(
         loader=PackageLoader("quantkit", "report"),
         autoescape=html,

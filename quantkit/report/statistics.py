@@ -26,7 +26,7 @@ LEAST = 4  # windows or repeats for a reliable error
 
 
 def percentiles(values: list[float]) -> dict[str, float | str]:
-    """Return median, 90th and 99th percentile by name, for a measurement's details."""
+    """Return the median and the 90th and 99th percentiles by name, as a measurement stores them in its details."""
     return {name: float(np.percentile(values, at)) for name, at in PERCENTILES.items()}
 
 

@@ -153,7 +153,7 @@ def _is_quantized(report: Report) -> bool:
 
 
 def shared_fields(report: Report, machine: str) -> Iterator[tuple[str, object, object]]:
-    """Yield (field, group of reports that must agree on it, value) for all fields that affect comparability."""
+    """Yield (field, group, value) for all fields on which the reports of a group must agree to be comparable."""
     model, w, base = report.model.name, report.windows, report.baseline
     everywhere, part = "", (model, machine)
     if machine:
@@ -323,7 +323,7 @@ class Table:
         return f"{self.columns[-1]}: {', '.join(shown)}"
 
     def drawn(self, width: int, transpose: bool | None = None) -> Group:
-        """Draw the table for a terminal of `width` columns; `transpose`: a row per variant, None: if columns do not fit."""
+        """Draw the table for a terminal of `width` columns, with a row per variant if `transpose` (None: if needed)."""
         grids = []
         for model in self.models:
             rows = self.rows(model)

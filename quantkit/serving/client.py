@@ -120,7 +120,7 @@ class Endpoint:
         return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # an unprintable character becomes several
 
     def client(self, connections: int, connect_timeout: float) -> httpx2.AsyncClient:
-        """Return an HTTP client for `connections` concurrent requests, without proxies or redirects, to time the server."""
+        """Return an HTTP client for `connections` concurrent requests; proxies and redirects would distort the timing."""
         return httpx2.AsyncClient(
             headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             timeout=httpx2.Timeout(None, connect=connect_timeout),
@@ -191,7 +191,7 @@ def _count(value: Any) -> int:
 
 
 async def _beginning(response: httpx2.Response) -> str:
-    """Return the beginning of an error response, longer than a shown example so that no key is cut in two."""
+    """Return the first READ_BYTES or so of an error response: more than is shown, so that a key can be masked."""
     read = b""
     async for part in response.aiter_bytes():
         read += part

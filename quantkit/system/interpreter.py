@@ -35,7 +35,7 @@ def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str],
 
 
 def lent_code(folder: Path) -> str:
-    """Make `folder` expose only this quantkit to another interpreter; return the PYTHONPATH to use."""
+    """Link this quantkit, and nothing else, into `folder` for another interpreter; return the PYTHONPATH to use."""
     number = version(DISTRIBUTION)
     facts = folder / f"{DISTRIBUTION.replace('-', '_')}-{number}.dist-info" / "METADATA"
     facts.parent.mkdir(parents=True)

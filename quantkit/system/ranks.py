@@ -46,7 +46,7 @@ class Shards:
         return number * count // self.size, (number + 1) * count // self.size
 
     def sequences(self, count: int, batch: int, rank: int | None = None) -> tuple[int, int]:
-        """Return a range as in `rows` for `count` sequences, cut at whole batches."""
+        """Return the range (start, stop) of `count` sequences for this process, or `rank`, in multiples of `batch`."""
         first, stop = self.rows(-(-count // batch), rank)
         return min(first * batch, count), min(stop * batch, count)
 

@@ -29,7 +29,7 @@ STILL = 1e30  # llama.cpp's divisor for values that do not rotate
 def rope_of(
     source: Source, architecture: Architecture, config: Any, head_dim: int, context: int
 ) -> tuple[Keys, Factors]:
-    """Return RoPE's GGUF keys and frequency divisors; raise UnsupportedError if llama.cpp would differ."""
+    """Return RoPE's GGUF keys and frequency divisors; raise UnsupportedError if llama.cpp would compute another RoPE."""
     if not architecture.rope_types:
         return {}, {}
     given = dict(config.rope_parameters or {})
@@ -206,7 +206,10 @@ def find_architecture(source: Source) -> Architecture:
 
 
 def read_shape(source: Source) -> ModelShape:
-    """Read dimensions and GGUF keys; raise SourceError (settings missing) or UnsupportedError (llama.cpp differs)."""
+    """Read dimensions and GGUF keys from config.json.
+
+    Raises SourceError for missing settings, UnsupportedError if llama.cpp would compute another model.
+    """
     row, config = find_architecture(source), source.settings
     with reraise_as(f"{source.model}: config.json lacks settings of a GGUF file", SourceError):
         for name, known in row.required_config.items():

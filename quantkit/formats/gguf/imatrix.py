@@ -32,7 +32,7 @@ Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight
 
 
 def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Raise near-zero importance of runs of 16 columns a little, since ggml would zero the weights there."""
+    """Increase near-zero importance in runs of 16 columns slightly, because ggml would zero the weights there."""
     runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
     runs[runs.max(axis=1) < FAINTEST] = max(float(importance.mean()) * SILENT, SILENT)
     return runs.reshape(-1)

@@ -162,7 +162,7 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
 
 
 def fill_slots(source: Source) -> Filled:
-    """Match the checkpoint's tensors to the file's slots; raise SourceError for missing ones, UnsupportedError."""
+    """Match the checkpoint's tensors to the file's slots; raise SourceError if any is missing, or UnsupportedError."""
     row = find_architecture(source)
     source = unstacked(source, row)
     shape = read_shape(source)
@@ -198,7 +198,7 @@ def _names(part: str, row: Architecture) -> Iterator[str]:
 
 
 def _scalars(source: Source, row: Architecture, blocks: int) -> dict[str, tuple[str, ...]]:
-    """Return, by GGUF key, the names of each block's scalar tensor; raise SourceError for other shapes."""
+    """Return, by GGUF key, the names of the one-value tensors of all blocks; raise SourceError for other shapes."""
     keys: dict[str, tuple[str, ...]] = {}
     for part, (key, shape) in row.scalars.items():
         wanted = (f"{row.blocks}.{block}.{part}" for block in range(blocks))

@@ -196,7 +196,7 @@ RowReader = Callable[[int, int], NDArray[Any]]  # (start, stop) -> those rows
 
 @dataclass(frozen=True)
 class Order:
-    """A row permutation: `rows` computes it for the model's `heads`. `rotary`: it needs an even rotary dimension."""
+    """A row permutation: `rows` computes it from `heads`; a `rotary` one needs an even number of rotated rows."""
 
     rows: Callable[[Heads], RowOrder]
     heads: Callable[[ModelShape], Heads] = lambda shape: shape.heads
@@ -236,7 +236,7 @@ def _tiled(heads: Heads, size: int, before: int = 0) -> RowOrder:
 
 
 def _of_groups(heads: Heads, gates: bool) -> RowOrder:
-    """Split fused linear-attention rows (key head: query, key, values, gates): return all gates, or all Q, K, V."""
+    """Return the rows of Q, K and V, or of the gates, in a fused weight with rows (key head: Q, K, values, gates)."""
     shared = heads.query // heads.key
     rows = np.arange(2 * (heads.key + heads.query) * heads.size).reshape(heads.key, -1, heads.size)
     if gates:

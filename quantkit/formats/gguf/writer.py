@@ -126,7 +126,7 @@ def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor
 
 
 def _weights(file: GgufFile, importance: Importance, partial: bool) -> dict[str, NDArray[np.float32]]:
-    """Return importance (parts, columns) by GGUF tensor name; raise SourceError for missing ones unless `partial`."""
+    """Return importance (parts, columns) by GGUF tensor name; unless `partial`, raise SourceError if any is missing."""
     weights: dict[str, NDArray[np.float32]] = {}
     for tensor in file.plan.tensors if importance else ():
         if tensor.type not in WEIGHTED or not tensor.parts or tensor.name in TABLES:

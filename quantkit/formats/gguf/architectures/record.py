@@ -241,7 +241,7 @@ def fused_experts(stem: str, transposed: bool = False, interleaved: bool = False
 
 
 def unless(condition: Callable[[Any, int], Any]) -> Callable[[Any, int], bool]:
-    """Negate a condition."""
+    """Return a condition that holds where `condition` does not."""
     return lambda config, block: not condition(config, block)
 
 
@@ -262,7 +262,7 @@ def one_or_list(numbers: Sequence[int]) -> int | list[int]:
 
 
 def require(holds: Callable[[Any], Any], otherwise: str) -> Check:
-    """Return a Check that yields the text `otherwise` (formatted with the config as {0}) unless `holds` is true."""
+    """Return a Check that fails with the text `otherwise`, formatted with the config as {0}, unless `holds(config)`."""
     return lambda config: None if holds(config) else otherwise.format(config)
 
 
