@@ -59,8 +59,7 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # th
 class GgufCheckpoint(Source):
     """A GGUF file as a source of float32 tensors; `path` is the first file of a split model.
 
-    `tokenizer_folder` and `config` override the file's. Raises ArtifactError, or UnsupportedError for a changed
-    meaning.
+    `tokenizer_folder` and `config` override the file's. Raises ArtifactError, or UnsupportedError (other results).
     """
 
     format = "gguf"

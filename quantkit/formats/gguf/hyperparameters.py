@@ -29,7 +29,7 @@ STILL = 1e30  # llama.cpp's divisor for values that do not rotate
 def rope_of(
     source: Source, architecture: Architecture, config: Any, head_dim: int, context: int
 ) -> tuple[Keys, Factors]:
-    """Return RoPE's GGUF keys and frequency divisors; raise UnsupportedError if llama.cpp would compute another RoPE."""
+    """Return RoPE's GGUF keys and frequency divisors; raise UnsupportedError for a RoPE that llama.cpp cannot compute."""
     if not architecture.rope_types:
         return {}, {}
     given = dict(config.rope_parameters or {})
@@ -206,10 +206,7 @@ def find_architecture(source: Source) -> Architecture:
 
 
 def read_shape(source: Source) -> ModelShape:
-    """Read dimensions and GGUF keys from config.json.
-
-    Raises SourceError for missing settings, UnsupportedError if llama.cpp would compute another model.
-    """
+    """Read the model's dimensions and GGUF keys from config.json; raise SourceError or UnsupportedError."""
     row, config = find_architecture(source), source.settings
     with reraise_as(f"{source.model}: config.json lacks settings of a GGUF file", SourceError):
         for name, known in row.required_config.items():

@@ -88,7 +88,7 @@ def mixed(dense: Any, *parts: str) -> tuple[tuple[Condition, Parts], ...]:
 
 
 def routed(gating: int, shared: str = "n_shared_experts") -> dict[str, Setting]:
-    """Return the keys of a DeepSeek-style mixture; `gating`: SOFTMAX or SIGMOID, `shared`: attribute with shared count."""
+    """Return the GGUF keys of a DeepSeek-style mixture; `shared`: config attribute with the shared-expert count."""
     return RMS | EXPERTS_USED | EXPERT_INNER | {
         "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": shared,
         "expert_weights_scale": lambda config: float(config.routed_scaling_factor),

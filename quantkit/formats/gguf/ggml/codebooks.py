@@ -79,7 +79,7 @@ def _words(parts: Bytes) -> NDArray[np.uint32]:
 
 
 def _with_signs(words: NDArray[np.uint32], signs: Bytes) -> Bytes:
-    """Replace the four groups of 7 sign bits in words (n, 8) by `signs` (n, 32); keep the 4-bit scales."""
+    """Pack `signs` (n, 32) into words (n, 8), four groups of 7 bits per word; keep each word's 4-bit scale."""
     sevens = (signs.reshape(len(signs), 8, 4) & np.uint8(127)).astype(np.uint32) << np.arange(0, 28, 7, dtype=np.uint32)
     made = (words & np.uint32(15 << 28)) | np.bitwise_or.reduce(sevens, axis=2)
     return made.astype("<u4").view(np.uint8)

@@ -38,7 +38,7 @@ class Scales:
 
 
 class Field(NamedTuple):
-    """Where `width` bits of each number are stored: bytes `start` to `stop`; `shift` is their lowest bit's position.
+    """Where a block stores some bits of each number: `width` bits, from bit `shift` up, in bytes `start` to `stop`.
 
     Each `run` of bytes packs several numbers per byte: number `run * j + l` is in byte l, from bit `width * j` on.
     """

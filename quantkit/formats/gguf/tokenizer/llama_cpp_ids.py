@@ -18,7 +18,7 @@ SIGNS = ("error", "assert", "failed")
 
 
 def llama_cpp_ids(path: Path, text: str) -> list[int]:
-    """Return llama.cpp's ids of `text`, without BOS and EOS, for a file's vocabulary; raise UnsupportedError."""
+    """Tokenize `text` with the vocabulary of a GGUF file, without BOS and EOS; raise UnsupportedError."""
     what = f"{path}: llama.cpp cannot read its vocabulary"
     try:
         done = subprocess.run(
