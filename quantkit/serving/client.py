@@ -120,7 +120,7 @@ class Endpoint:
         return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # an unprintable character becomes several
 
     def client(self, connections: int, connect_timeout: float) -> httpx2.AsyncClient:
-        """Return an HTTP client for `connections` concurrent requests; without proxies and redirects, which take time."""
+        """Return an HTTP client for `connections` concurrent requests; it uses no proxies and follows no redirects."""
         return httpx2.AsyncClient(
             headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             timeout=httpx2.Timeout(None, connect=connect_timeout),

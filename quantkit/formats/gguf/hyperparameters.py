@@ -29,7 +29,7 @@ STILL = 1e30  # llama.cpp's divisor for values that do not rotate
 def rope_of(
     source: Source, architecture: Architecture, config: Any, head_dim: int, context: int
 ) -> tuple[Keys, Factors]:
-    """Return RoPE's GGUF keys and frequency divisors; raise UnsupportedError for a RoPE that llama.cpp cannot compute."""
+    """Return RoPE's GGUF keys and frequency divisors; raise UnsupportedError if llama.cpp lacks this RoPE."""
     if not architecture.rope_types:
         return {}, {}
     given = dict(config.rope_parameters or {})
