@@ -1,1 +1,1 @@
-"""Formats of stored tensors: one module or folder per format, each with a record named FORMAT."""
+"""Storage formats of checkpoints: one module or package per format, each with a record named FORMAT."""

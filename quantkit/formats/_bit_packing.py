@@ -1,9 +1,9 @@
-"""Bit packing of grouped codes: integer codes <-> int32 words.
+"""Pack integer codes into int32 words, and unpack them.
 
-GPTQ: 2, 4 and 8 bits put 32/bits codes in a word, low bits first; 3 bits put 32 codes in three words, as one
+GPTQ: at 2, 4 and 8 bits a word holds 32/bits codes, low bits first; at 3 bits three words hold 32 codes as one
 little-endian bit string. `qweight` packs along the input dimension, `qzeros` along the output dimension.
 AWQ (GEMM): 4 bits along the output dimension, in the order 0, 2, 4, 6, 1, 3, 5, 7 within a word.
-compressed-tensors: every row of codes is one little-endian bit string.
+compressed-tensors: each row of codes is one little-endian bit string.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SLAB_CODES = 1 << 18  # unpacked at a time, so that they stay in the processor's
 
 
 def codes_per_unit(bits: int) -> int:
-    """Number of codes that fill whole words: 16, 32, 8, 16 or 4 for 2, 3, 4, 6 or 8 bits."""
+    """Return the fewest codes that fill whole words: 16, 32, 8, 16 or 4 for 2, 3, 4, 6 or 8 bits."""
     return 32 // gcd(32, bits)
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes (K, N) along K into (K * bits / 32, N) int32 words; raise UnsupportedError for a rest of a word."""
+    """Pack codes (K, N) along K into int32 (K * bits / 32, N); raise UnsupportedError if K leaves words unfilled."""
     rows, columns = codes.shape
     unit = codes_per_unit(bits)
     if rows % unit:
@@ -42,7 +42,7 @@ def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack (K * bits / 32, N) int32 words to (K, N) uint8 codes; the inverse of `pack_rows`."""
+    """Unpack int32 (K * bits / 32, N) to codes (K, N) uint8; inverse of `pack_rows`."""
     unit = codes_per_unit(bits)
     per, columns = unit * bits // 32, words.shape[1]
     unpacked = torch.empty(len(words) // per, unit, columns, dtype=torch.uint8)
@@ -60,12 +60,12 @@ def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack (R, N) codes along N into (R, N * bits / 32) int32 words."""
+    """Pack codes (R, N) along N into int32 (R, N * bits / 32)."""
     return pack_rows(codes.T, bits).T.contiguous()
 
 
 def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Invert `pack_columns`."""
+    """Unpack int32 (R, N * bits / 32) to codes (R, N); inverse of `pack_columns`."""
     return unpack_rows(words.T, bits).T.contiguous()
 
 
@@ -75,21 +75,21 @@ def words(count: int, bits: int) -> int:
 
 
 def pack_string(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack (R, C) codes into (R, ceil(C * bits / 32)) int32 words: each row a zero-padded little-endian bit string."""
+    """Pack codes (R, C) into int32 (R, ceil(C * bits / 32)), each row a zero-padded little-endian bit string."""
     columns = codes.shape[1]
     padded = torch.nn.functional.pad(codes, (0, -columns % codes_per_unit(bits)))
     return pack_columns(padded, bits)[:, : words(columns, bits)].contiguous()
 
 
 def unpack_string(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Invert `pack_string`: return (R, columns) uint8."""
+    """Unpack int32 words to codes (R, columns) uint8; inverse of `pack_string`."""
     unit = codes_per_unit(bits) * bits // 32
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % unit))
     return unpack_columns(padded, bits)[:, :columns].contiguous()
 
 
 def pack_awq(codes: torch.Tensor) -> torch.Tensor:
-    """Pack (R, N) 4-bit codes into (R, N / 8) int32 words in AWQ's GEMM order."""
+    """Pack 4-bit codes (R, N) into int32 (R, N / 8), in the order of AWQ's GEMM kernel."""
     columns = codes.shape[1]
     if columns % 8:
         raise UnsupportedError(f"{columns} output columns are not a multiple of 8, which AWQ's packing needs")
@@ -98,6 +98,6 @@ def pack_awq(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """Invert `pack_awq`: (R, N / 8) int32 -> (R, N) uint8."""
+    """Unpack int32 (R, N / 8) to codes (R, N) uint8; inverse of `pack_awq`."""
     inverse = [AWQ_ORDER.index(i) for i in range(8)]
     return unpack_rows(words.T, 4).unflatten(0, (-1, 8))[:, inverse].flatten(0, 1).T.contiguous()

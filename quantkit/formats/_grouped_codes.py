@@ -1,6 +1,6 @@
-"""Grouped integer codes (GPTQ, AWQ, compressed-tensors): each layout is a `GroupedPacking`; one reader serves all.
+"""Checkpoints of grouped integer codes (GPTQ, AWQ, compressed-tensors, MLX): a `GroupedPacking` per layout.
 
-The output head may be codes, too: rounded to the nearest, with searched scales. Embeddings stay in 16 bits:
+The output head may be quantized too, rounded to nearest with searched scales. Embeddings stay 16-bit:
 transformers 5.23 cannot load packed embeddings, and vLLM 0.32 loads only packed ones.
 """
 
@@ -65,7 +65,7 @@ ROW_UNIT = 32  # rows of a piece are a multiple of this, so that zero points fil
 
 
 class GroupedPacking(Packing[GroupedWeight]):
-    """A layout of grouped codes; the defaults are GPTQ's and AWQ's parts."""
+    """Tensor layout of grouped integer codes; the defaults are the tensor names that GPTQ and AWQ share."""
 
     holds = GroupedWeight
     name: str
@@ -88,23 +88,23 @@ class GroupedPacking(Packing[GroupedWeight]):
 
     @abstractmethod
     def stored(self, rows: int, columns: int, groups: int, kind: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of each part of a layer with weight (N, K) and G scales a row."""
+        """Return dtype and shape of each tensor of a layer (N, K) with G groups per row, by part name."""
 
     @abstractmethod
     def pack_codes(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
-        """Return all parts of a layer but its scales."""
+        """Return all tensors of a layer except its scales, by part name."""
 
     @abstractmethod
     def unpack_codes(self, parts: Parts, bits: int) -> torch.Tensor:
-        """Return the codes (N, K) uint8 of a layer."""
+        """Unpack a layer's codes (N, K) uint8."""
 
     @abstractmethod
     def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
-        """Return the zero points (N, G) uint8 of a layer, without reading its codes."""
+        """Unpack a layer's zero points (N, G) uint8; the codes are not read."""
 
     @abstractmethod
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """Return config.json's `quantization_config`."""
+        """Return the `quantization_config` for config.json."""
 
     def pack(self, weight: GroupedWeight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
         if bool((weight.scales.abs() >= LARGEST_SCALE).any()):
@@ -125,13 +125,13 @@ class GroupedPacking(Packing[GroupedWeight]):
         return GroupedWeight(codes, scales, zeros, self.groups(parts, codes.shape[1], scales.shape[1]), bits)
 
     def groups(self, parts: Parts, columns: int, count: int) -> torch.Tensor:
-        """Return the group of each column, (K,) int64: the part `order`, or `count` groups side by side."""
+        """Return each column's group index, (K,) int64: stored (`order`), or `count` contiguous groups."""
         if self.order is not None and self.order in parts:
             return parts[self.order].to(torch.int64)
         return contiguous_groups(columns, columns // count)
 
     def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Join the parts of consecutive rows of a layer."""
+        """Concatenate a layer's tensors from pieces with consecutive rows."""
         rows = 1 if self.transposed else 0
         return {
             part: first if part == self.order else torch.cat([piece[part] for piece in pieces], rows)
@@ -139,37 +139,37 @@ class GroupedPacking(Packing[GroupedWeight]):
         }
 
     def size(self, layer: StoredLayer, bits: int) -> tuple[int, int, int]:
-        """Return N, K and G of a layer."""
+        """Return a layer's rows N, columns K and groups per row G."""
         codes, (groups, rows) = layer.matrix(self.codes), layer.matrix(self.scales)
         return rows, codes[0] * 32 // bits, groups
 
     def refusal(self, _name: str, _rows: int, _columns: int, _bits: int) -> str | None:
-        """Return why the words cannot hold a layer, or None."""
+        """Return why this layout cannot store a layer of this shape, or None if it can."""
         return None
 
     def head_bits(self, _layout: Layout) -> tuple[int, ...]:
-        """Return the bits that an output head may have; none if readers find no codes there."""
+        """Return the bit widths that an output head may have; empty if engines cannot load a quantized head."""
         return ()
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, if it has them."""
+        """Return `bits`, `group_size`, `sym` and `desc_act` from a `quantization_config`; absent ones are left out."""
         return quantization
 
     def layer_bits(self, _quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return the bits by layer name that we wrote (`OTHERS`: the other layers); empty if all are equal."""
+        """Return the bits by layer name that quantkit wrote (`OTHERS`: all other layers); empty if uniform."""
         return {}
 
     def variant(self, _quantization: Mapping[str, Any]) -> GroupedPacking:
-        """Return the layout of another tool's `quantization_config`; raise ArtifactError for an unknown one."""
+        """Return the variant of this layout that another tool's config describes; raise ArtifactError if unknown."""
         return self
 
     def notes(self, _layout: Layout) -> tuple[str, ...]:
         return ()
 
     def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
-        """Return this layout with a folder's settings; raise ArtifactError for invalid ones.
+        """Return this layout configured by a folder's `quantization_config`; raise ArtifactError for invalid settings.
 
-        `own`: quantkit wrote it. Other tools store scales in other floats, and omit a sorted order of columns.
+        `own`: quantkit wrote the folder. Other tools may use other scale dtypes and omit `g_idx` if it is sorted.
         """
         where = "config.json: quantization_config"
         if quantization is None:
@@ -199,7 +199,7 @@ class GroupedPacking(Packing[GroupedWeight]):
 
     @property
     def key(self) -> tuple[int, int, bool, bool]:
-        """Return all that the values depend on besides the tensors."""
+        """Return the settings that affect dequantized values, to compare layouts."""
         return self._bits, self._groups[0], self._symmetric is True, self._ordered is True
 
     def bits_of(self, layer: StoredLayer) -> int:
@@ -220,7 +220,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         return f"{self.name}, {bits} bits, {'whole rows' if groups == '-1' else f'groups of {groups}'}"
 
     def _kinds(self, layers: Iterable[StoredLayer]) -> set[tuple[int, int]]:
-        """Return (bits, columns of a group) of the layers: the group size of config.json that fits each one."""
+        """Return the (bits, group size) pairs that occur in the layers."""
         found = set()
         for layer in layers:
             bits, fitting = self.bits_of(layer), list(self._groups)
@@ -231,7 +231,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         return found or {(self._bits, self._groups[0])}
 
     def layout(self, layers: Sequence[StoredLayer]) -> Layout:
-        """Take symmetry, order of columns and least zero point from the tensors, which are checked."""
+        """Read symmetry, column order and smallest zero point from the tensors; raise ArtifactError if invalid."""
         if len(kinds := self._kinds(layers)) > 1:
             raise several_kinds(layers[0].folder, self.called(layers))
         ((bits, group),) = kinds
@@ -276,7 +276,7 @@ class GroupedPacking(Packing[GroupedWeight]):
             raise ArtifactError(f"{found}, which do not fit {bits} bits and groups of {known} columns. {AGAIN}")
 
     def value(self, layer: StoredLayer, weight: GroupedWeight) -> Stored:
-        """Refuse scales, zero points and orders of columns that engines do not expect."""
+        """Return `weight`; raise ArtifactError for scales, zero points or column orders that engines reject."""
         wrong, groups = None, weight.scales.shape[1]
         plain = contiguous_groups(weight.shape[1], weight.shape[1] // groups)
         if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
@@ -295,12 +295,12 @@ class GroupedPacking(Packing[GroupedWeight]):
 def open_grouped(
     packing: GroupedPacking, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True
 ) -> LayerReader:
-    """Open the tensors of a folder with this layout; `own`: quantkit wrote it."""
+    """Open a folder of this layout; `own`: quantkit wrote it."""
     return LayerReader(folder, files, [packing.of_folder(folder, own)])
 
 
 def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
-    """List the kinds of a layout that engines distinguish."""
+    """List the variants of a layout (bits, symmetry and so on) that engines support differently."""
     found = []
     for bits in packing.bits:
         for symmetric in (True, False) if packing.records_symmetry else (False,):
@@ -313,7 +313,7 @@ def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
 
 
 def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
-    """List the mixes of bits by layer: one that engines support, and all others."""
+    """List the kinds with mixed bits per layer: one that engines support, and all others."""
     found = []
     for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
         layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
@@ -323,7 +323,7 @@ def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
 
 
 def usage(packages: str, vllm: str = "vLLM") -> str:
-    """Return the model card's text on how vLLM and transformers load a folder."""
+    """Return the model card's instructions for loading a folder in vLLM and transformers."""
     return (
         f"\n{vllm}:\n\n```bash\nvllm serve FOLDER\n```\n\n"
         f"transformers, with `pip install {packages}`:\n\n{{transformers}}\n"
@@ -331,7 +331,7 @@ def usage(packages: str, vllm: str = "vLLM") -> str:
 
 
 def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
-    """Return the group size (-1: the whole row) that fits every layer; ``auto`` is the largest of GROUP_SIZES."""
+    """Return the group size for all layers (-1: whole row); ``auto`` is the largest of GROUP_SIZES that fits them."""
     columns = sorted({shape[1] for shape in linears.values()})
     dividing = [size for size in GROUP_SIZES if all(k % size == 0 for k in columns)]
     if group_size == "auto":
@@ -349,7 +349,7 @@ def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, i
 
 
 def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
-    """Refuse models and shapes that the layout cannot hold; resolve the group size, and count the bytes."""
+    """Check that the layout can store the model, resolve the group size, and estimate the output size in bytes."""
     if unheld := [bits for bits in layout.every_bits if bits not in packing.bits]:
         known = ", ".join(map(str, packing.bits))
         raise RecipeError(
@@ -379,7 +379,7 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
 
 
 def _vllm_notes(linears: Mapping[str, tuple[int, int]], group_size: int | str) -> tuple[str, ...]:
-    """Note what vLLM would refuse of a valid artifact: odd shapes, or some tensor parallel sizes."""
+    """Return notes on layer shapes that vLLM cannot load, at all or with some tensor-parallel sizes."""
     for name, (n, k) in linears.items():
         if n % UNIT or k % UNIT:
             return (f"vLLM would refuse this artifact: {name} is {n} x {k}, and it needs multiples of {UNIT}",)
@@ -391,7 +391,7 @@ def _vllm_notes(linears: Mapping[str, tuple[int, int]], group_size: int | str) -
 
 
 def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str, size: int) -> str | None:
-    """Return why `size` processors cannot share the layers. Key and value heads are copied if they are too few."""
+    """Return why `size` devices cannot run the layers tensor-parallel, or None; too few KV heads are replicated."""
     group = group_size if isinstance(group_size, int) and group_size > 0 else UNIT
     by_columns = {name: k for name, (_, k) in linears.items() if name.split(".")[-2] in SPLIT_COLUMNS}
     for name, (n, k) in linears.items():
@@ -405,7 +405,7 @@ def _cannot_split(linears: Mapping[str, tuple[int, int]], group_size: int | str,
 
 
 def head_name(skeleton: Skeleton) -> str:
-    """Return the name of the output head, without ``weight``; of a tied one that of the embedding."""
+    """Return the output head's module name; the embedding's if the head is tied to it."""
     model = skeleton.model
     embedding = model.get_input_embeddings()
     tied = model.get_output_embeddings().weight is embedding.weight
@@ -415,9 +415,9 @@ def head_name(skeleton: Skeleton) -> str:
 def refuse_head(
     holder: str, known: tuple[int, ...], source: Source, skeleton: Skeleton, layout: Layout, ties: bool = False
 ) -> None:
-    """Raise RecipeError or UnsupportedError for a head that the format `holder` cannot hold; `known` are its bits.
+    """Raise RecipeError or UnsupportedError if the format `holder` cannot store the requested output head.
 
-    `ties`: it holds an embedding that is the head, too.
+    `known` are the head's possible bit widths; `ties`: the format can store a quantized tied embedding.
     """
     if layout.head_bits is None:
         return
@@ -444,7 +444,7 @@ def refuse_head(
 
 
 def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, layout: Layout) -> list[str]:
-    """Note the head's bits, its share of the weights, and who cannot load it; raise UnsupportedError."""
+    """Return notes on the head (bits, share of weights, engines that refuse it); raise UnsupportedError."""
     rows, columns = skeleton.model.get_output_embeddings().weight.shape
     bits, group = int(layout.head_bits or 0), columns if layout.group_size == -1 else int(layout.group_size)
     if reason := packing.refusal(f"{HEAD}.weight", rows, columns, bits):
@@ -464,7 +464,7 @@ def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, lay
 def write(
     packing: GroupedPacking, source: Source, skeleton: Skeleton, run: Run, layout: Layout
 ) -> Iterator[LayerWriter[GroupedWeight]]:
-    """Yield a writer; on success write the whole checkpoint."""
+    """Yield a writer for layers; complete the checkpoint when the context ends without an error."""
     quantization = packing.quantization(_named(layout, source), untouched(source, skeleton))
     with write_layers(packing, source, skeleton, run, layout, quantization) as writer:
         yield writer
@@ -473,7 +473,7 @@ def write(
 
 
 def _named(layout: Layout, source: Source) -> Layout:
-    """Return the layout with each layer's bits under all names that readers use for it, without ``weight``."""
+    """Return the layout with each layer's bits listed under every module name that engines use for the layer."""
     modules = {weight.removesuffix(".weight"): bits for weight, bits in layout.layer_bits.items()}
     if (prefixes := source.text_prefixes) is not None:
         modules = {name: bits for module, bits in modules.items() for name in prefixes.modules(module)}
@@ -501,7 +501,7 @@ def _add_head(writer: LayerWriter[GroupedWeight], packing: GroupedPacking, skele
 
 
 def recorded_options(packing: GroupedPacking, artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """Return the recipe's options that config.json records: bits, groups, symmetry."""
+    """Return the recipe options that config.json records: bits, group size, symmetry."""
     quantization, manifest = quantization_of(artifact.folder), artifact.manifest
     stored, bits = packing.settings(quantization), packing.layer_bits(quantization)
     refuse_other_dtypes(artifact.folder, [name for name in manifest.tensor_types if not name.startswith("int")])

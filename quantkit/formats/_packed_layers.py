@@ -1,6 +1,6 @@
-"""Safetensors checkpoints whose quantized layers are several tensors each: one reader and writer for all layouts.
+"""Safetensors checkpoints that store each quantized layer as several tensors: reader and writer for all layouts.
 
-The layouts of GPTQ, AWQ, compressed-tensors and bitsandbytes are a `Packing` each.
+GPTQ, AWQ, compressed-tensors and bitsandbytes each define a `Packing`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Weight = TypeVar("Weight", GroupedWeight, ScaledWeight, NormalFloatWeight)
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """One quantized layer of `folder`: its `parts` are tensors named STEM + part."""
+    """A quantized layer in `folder`: tensors named STEM + part, for each part in `parts`."""
 
     folder: Path
     stored: StoredTensors
@@ -57,19 +57,19 @@ class StoredLayer:
         return self.stored.shape(self.stem + part)
 
     def matrix(self, part: str) -> tuple[int, int]:
-        """Return the shape of a part; raises ArtifactError unless it has two dimensions."""
+        """Return the shape of a 2-D part; raise ArtifactError for other numbers of dimensions."""
         shape = self.shape(part)
         if len(shape) != 2:
             raise ArtifactError(f"the tensor {self.stem + part} has the shape {shape}, not two dimensions. {AGAIN}")
         return shape[0], shape[1]
 
     def read(self, parts: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return those of the given parts that the layer has."""
+        """Read the given parts; skip those that the layer lacks."""
         return {part: self.stored.read(self.stem + part) for part in parts if part in self.parts}
 
 
 class Packing(ABC, Generic[Weight]):
-    """How a weight of the type `holds` becomes the tensors NAME.PART of a layer, and how it is read back."""
+    """How a format stores a quantized weight of type `holds` as tensors NAME.PART, and how it reads it back."""
 
     holds: type[Weight]
     codes: str  # the part with the codes
@@ -83,44 +83,44 @@ class Packing(ABC, Generic[Weight]):
 
     @abstractmethod
     def pack(self, weight: Weight, layout: Layout, what: str) -> dict[str, torch.Tensor]:
-        """Return the parts of a layer; `what` names it in errors."""
+        """Return the layer's tensors by part name; `what` names the layer in errors."""
 
     @abstractmethod
     def unpack(self, parts: Parts, bits: int) -> Weight:
-        """Invert `pack`."""
+        """Rebuild the weight from its tensors; inverse of `pack`."""
 
     @abstractmethod
     def shape(self, layer: StoredLayer) -> tuple[int, int]:
-        """Return the shape (N, K) of a layer's values, without reading them."""
+        """Return the weight's shape (N, K) without reading its values."""
 
     @abstractmethod
     def called(self, layers: Iterable[StoredLayer]) -> str:
-        """Name the format of these layers in a few words."""
+        """Describe the quantization of these layers in a few words, such as ``gptq, 4 bits, groups of 128``."""
 
     @abstractmethod
     def value(self, layer: StoredLayer, weight: Weight) -> Stored:
-        """Return a layer's values for readers; raise ArtifactError for values that engines reject."""
+        """Return the layer's value for readers; raise ArtifactError for values that engines reject."""
 
     def refuse_parts(self, layer: StoredLayer) -> None:
-        """Raise ArtifactError if types or shapes of a layer's parts do not fit each other or config.json."""
+        """Raise ArtifactError if dtypes or shapes of the layer's tensors contradict each other or config.json."""
 
     def layout(self, _layers: Sequence[StoredLayer]) -> Layout | None:
-        """Return the layout that holds the codes of these layers; None if no other format can hold them."""
+        """Return a Layout that lets other formats store these codes unchanged, or None if none can."""
         return None
 
     def bits_of(self, _layer: StoredLayer) -> int:
         return self.bits[0]
 
     def depends_on(self, layer: StoredLayer) -> object:
-        """Return what the values of a layer depend on besides its parts."""
+        """Return the settings (other than the tensors) that determine the layer's values, to compare packings."""
         return self.bits_of(layer)
 
     def pack_scales(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the part that has the scales (N, G)."""
+        """Return the tensor that stores scales (N, G), by part name."""
         raise TypeError(f"the scales of a {self.holds.__name__} cannot be replaced")
 
     def rescaled(self, scales: torch.Tensor, _stored: Callable[[str], torch.Tensor], _bits: int) -> Parts:
-        """Return the parts that other scales (N, G) change; `_stored` gives the parts as they are, by name."""
+        """Return the tensors that change with new scales (N, G); `_stored` reads the current tensor of a part."""
         return self.pack_scales(scales)
 
     def type_name(self, bits: int) -> str:
@@ -128,21 +128,21 @@ class Packing(ABC, Generic[Weight]):
 
 
 def _stems(packing: Packing[Any], stored: Collection[str]) -> set[str]:
-    """Return the layers' names, each with a trailing dot."""
+    """Return the names of all quantized layers, each with its trailing dot."""
     first, *others = packing.marks
     stems = (name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
     return {stem for stem in stems if all(stem + mark in stored for mark in others)}
 
 
 def source_names(packing: Packing[Any], stored: Collection[str]) -> list[str]:
-    """Return the source's names of the stored tensors: a layer has the name of its weight."""
+    """Return the names of the stored tensors in the source; a quantized layer appears once, as its weight."""
     stems = _stems(packing, stored)
     parts = {stem + part for stem in stems for part in packing.parts}
     return sorted({*(stem + "weight" for stem in stems), *(name for name in stored if name not in parts)})
 
 
 class FolderReader(ABC):
-    """The tensors of a folder, some of which are quantized."""
+    """Reads the tensors of a folder in which some are quantized."""
 
     def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
         self.folder, self.stored = folder, StoredTensors(folder, files)
@@ -165,9 +165,9 @@ class FolderReader(ABC):
 
 
 class LayerReader(FolderReader):
-    """Layers under their weight's name, the rest as stored; raises ArtifactError.
+    """Reads quantized layers under their weights' names, other tensors as stored; raises ArtifactError.
 
-    A layer is read by the one of `packings` that fits types and shapes of its parts.
+    If there are several `packings`, the one that matches a layer's tensor dtypes and shapes reads the layer.
     """
 
     def __init__(self, folder: Path, files: tuple[str, ...], packings: Sequence[Packing[Any]]) -> None:
@@ -254,12 +254,12 @@ class LayerReader(FolderReader):
 
 
 def several_kinds(folder: Path, quantization: str) -> UnsupportedError:
-    """Return the error for a folder whose layers no single layout holds."""
+    """Return the error for a folder whose layers need different layouts."""
     return UnsupportedError(f"{folder} has layers of several kinds ({quantization}), but keep writes only one kind")
 
 
 class RowsReader(FolderReader):
-    """A source only, dequantized row by row."""
+    """Reads a source-only format, dequantized by rows."""
 
     shapes: dict[str, tuple[int, ...]]  # of the values of quantized tensors
     scale_names: set[str]  # tensors with scales
@@ -267,7 +267,7 @@ class RowsReader(FolderReader):
 
     @abstractmethod
     def dequantizer(self, name: str) -> Callable[[int, int], NDArray[np.float32]]:
-        """Return a reader of rows of a quantized tensor; raise ArtifactError if its scales are not finite."""
+        """Return a function that dequantizes rows (start, stop); raise ArtifactError for scales that are not finite."""
 
     def names(self) -> list[str]:
         return sorted({*self.known, *self.shapes} - self.scale_names)
@@ -284,7 +284,7 @@ class RowsReader(FolderReader):
 
 
 class LayerWriter(TensorWriter, Generic[Weight]):
-    """Writes layers and dense tensors of the blocks; adds the rest from the source at the end."""
+    """Writes quantized layers and dense tensors of the blocks; remaining tensors are copied from the source last."""
 
     def __init__(self, checkpoint: Spool, source: Source, run: Run, packing: Packing[Weight], layout: Layout) -> None:
         super().__init__(checkpoint, source, run)
@@ -325,7 +325,7 @@ class LayerWriter(TensorWriter, Generic[Weight]):
 def write_layers(
     packing: Packing[Weight], source: Source, skeleton: Skeleton, run: Run, layout: Layout, quantization: dict[str, Any]
 ) -> Iterator[LayerWriter[Weight]]:
-    """Yield a writer; on success write the whole checkpoint, with `quantization` in its config.json."""
+    """Yield a writer; complete the checkpoint and its `quantization_config` when the context ends without an error."""
     with open_writer(run.folder, source, _words(packing.dtype), quantization) as checkpoint:
         writer = LayerWriter(checkpoint, source, run, packing, layout)
         yield writer
@@ -333,7 +333,7 @@ def write_layers(
 
 
 def _add_others(writer: LayerWriter[Any], skeleton: Skeleton) -> None:
-    """Add the parameters that no method has added, some rows at a time."""
+    """Write the parameters that were not added yet, a slab of rows at a time."""
     source, packing = writer.source, writer.packing
     done = set(source_names(packing, set(writer.checkpoint.names())))
     for parameter in skeleton.parameter_names():
@@ -350,7 +350,7 @@ def _add_others(writer: LayerWriter[Any], skeleton: Skeleton) -> None:
 
 
 def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
-    """Raise UnsupportedError if weights stay stacked."""
+    """Raise UnsupportedError if the model has stacked weights that quantkit cannot split."""
     if stacked := stacks(skeleton):
         raise UnsupportedError(
             f"the architecture {source.architecture!r} keeps weights stacked ({stacked[0]}) in an unknown way, "

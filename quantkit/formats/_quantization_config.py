@@ -1,7 +1,7 @@
-"""Read a folder's quantization settings: config.json's `quantization_config`, or a file of another tool.
+"""Read a checkpoint's quantization settings from config.json's `quantization_config` or another tool's file.
 
-AutoRound has its own names for GPTQ's and AWQ's layouts (https://github.com/intel/auto-round,
-auto_round/inference/backend.py): `auto_round:auto_gptq` stores zero points minus 1, `auto_round` unchanged ones.
+AutoRound renames GPTQ's and AWQ's layouts (https://github.com/intel/auto-round,
+auto_round/inference/backend.py): `auto_round:auto_gptq` stores zero points minus 1, `auto_round` stores them as is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AUTO_ROUND = {
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:
-    """Return config.json's `quantization_config` in `folder`; empty if there is none."""
+    """Return the `quantization_config` in a folder's config.json, or an empty dict."""
     try:
         values = read_object(folder / "config.json", ArtifactError).get(KEYS[0])
     except ArtifactError:
@@ -47,9 +47,9 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 
 
 def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """Return where a checkpoint states its quantization, and these settings; None if it is not quantized.
+    """Return (where the settings are, settings) of a checkpoint; the settings are None if it is not quantized.
 
-    The place is ``config.json: KEY``, or the name of a file.
+    The first item is ``config.json: KEY`` or a file name.
     """
     config = read_object(folder / "config.json", ArtifactError)
     if isinstance(own := config.get(KEYS[2]), dict) and METHOD_KEY not in own:
@@ -67,7 +67,7 @@ def source_quantization(folder: Path) -> tuple[str, dict[str, Any] | None]:
 
 
 def _with_version(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Add the version of GPTQ's layout if only quantize_config.json names it: GPTQModel reads that file first."""
+    """Add GPTQ's layout version if only quantize_config.json has it; GPTQModel reads that file first."""
     path = folder / GPTQ_FILE
     if any(settings.get(name) for name in VERSION_KEYS) or not path.is_file():
         return settings
@@ -88,7 +88,7 @@ def _of_auto_round(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def layer_overrides(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings in `dynamic`; the layers' tensors show which of them apply."""
+    """Return the per-layer settings in `dynamic`, as a list; which layer each applies to follows from the tensors."""
     dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise ArtifactError(f"dynamic is {shown(dynamic)}, not a mapping of layers to their settings")
@@ -97,12 +97,12 @@ def layer_overrides(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def recognizes(quant_method: str, path: Path) -> bool:
-    """Return whether `path` is a folder whose config.json names this `quant_method`."""
+    """Return whether `path` is a folder whose config.json has this `quant_method`."""
     return quantization_of(path).get("quant_method") == quant_method
 
 
 def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
-    """Return config.json's dtype; raise ArtifactError for a stored type that differs, which loaders would cast."""
+    """Return config.json's dtype; raise ArtifactError if a stored dtype differs, since loaders would cast it."""
     dtype = read_object(folder / "config.json", ArtifactError, "Convert again.").get("dtype")
     for stored in types:
         if stored != dtype:
@@ -114,20 +114,20 @@ def refuse_other_dtypes(folder: Path, types: Iterable[str]) -> object:
 
 @dataclass(frozen=True)
 class Untouched:
-    """Modules that are not quantized, by the names of files and of transformers."""
+    """Modules that stay unquantized, under their names in the files and in transformers."""
 
     linears: tuple[str, ...] = ()  # linear layers of the model
     modules: tuple[str, ...] = ()  # that readers would not skip themselves: outside the model, or unquantized layers
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Return regular expressions of all names inside the modules, with or without ``model.`` in front."""
+        """Return regular expressions that match everything inside the modules, with or without a leading ``model.``."""
         bare = sorted({name.removeprefix("model.") for name in self.modules})
         return tuple(rf"(model\.)?{re.escape(name)}(\..*)?$" for name in bare)
 
 
 def untouched(source: Source, skeleton: Skeleton) -> Untouched:
-    """Return the modules of the source's model that are not quantized."""
+    """Return the modules that stay unquantized in this model."""
     from torch import nn
 
     quantized = skeleton.linears()
@@ -140,7 +140,7 @@ def untouched(source: Source, skeleton: Skeleton) -> Untouched:
 
 
 def _names(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[str]:
-    """Return the names that files and transformers have for layers of the skeleton."""
+    """Return the names of these skeleton layers in files and in transformers."""
     found = []
     for name in layers:
         origin = skeleton.origins.get(f"{name}.weight")

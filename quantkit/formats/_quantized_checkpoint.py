@@ -1,4 +1,4 @@
-"""A quantized checkpoint folder as a source: layers are dequantized to float32 one at a time, as they are read."""
+"""Open a quantized checkpoint as a source: layers are dequantized to float32 one at a time, when read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FETCH = "Fetch the files again if they are damaged. If not, quantkit does not su
 
 
 class QuantizedCheckpoint(Checkpoint):
-    """A quantized checkpoint. `reader` has the codes of the `quantized` weights; `format` is the format's name."""
+    """A quantized checkpoint as a source; `reader` gives access to the codes of the weights named in `quantized`."""
 
     _other_codes: frozenset[str] = frozenset()  # quantized tensors outside the text half
 
@@ -74,7 +74,7 @@ class QuantizedCheckpoint(Checkpoint):
         return name in self.quantized or name in self._other_codes
 
     def reading_bytes(self, name: str) -> int:
-        """Count codes as words of 64 bits, codes as bytes, and values."""
+        """Return 17 bytes per weight for codes as int64, codes as uint8, and float values; 0 for dense tensors."""
         return 17 * self.info(name).parameters if self.is_dequantized(name) else 0
 
     def _info(self, name: str, shape: tuple[int, ...], file: str) -> TensorInfo:
@@ -90,7 +90,7 @@ class QuantizedCheckpoint(Checkpoint):
             return self.reader.layout()
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return bytes of rows. A layer that cannot be read by rows stays in memory until the next one."""
+        """Return the bytes of rows; a layer that must be dequantized as a whole is cached until another one is read."""
         if name not in self.quantized:
             return super().read_rows(name, start, stop)
         with _errors_of_source():
@@ -111,7 +111,7 @@ class QuantizedCheckpoint(Checkpoint):
 
 
 def open_folder(folder: Path, model: str, revision: str | None = None, only: str | None = None) -> Checkpoint:
-    """Open the checkpoint in `folder`, quantized or not; `only` is the one weight file that a user named."""
+    """Open a checkpoint folder, quantized or not; `only` names a single weight file to use."""
     config, tensors = read_folder(folder, model, only)
     with _errors_of_source():
         said_in, quantization = source_quantization(folder)
@@ -147,7 +147,7 @@ def _errors_of_source() -> Iterator[None]:
 
 
 def _transposed(config: dict[str, Any]) -> frozenset[str]:
-    """Return the tensors that transformers stores as (in, out), such as GPT-2's; their codes are (out, in)."""
+    """Return the tensors that transformers stores as (in, out), as in GPT-2; quantized layouts store (out, in)."""
     from quantkit.models.skeleton import open_skeleton
 
     origins = open_skeleton(config).origins.values()

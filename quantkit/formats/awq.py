@@ -1,4 +1,4 @@
-"""AWQ, GEMM version: 4 bits with zero points. Loaded by vLLM, transformers with gptqmodel, TGI.
+"""AWQ's GEMM layout: 4-bit codes with zero points. Loaded by vLLM, TGI, and transformers with gptqmodel.
 
 Per linear layer with weight (N, K): `qweight` int32 [K, N/8], `qzeros` int32 [K/g, N/8], `scales` float16 [K/g, N].
 """
@@ -25,7 +25,7 @@ FORMER = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 class _AwqPacking(GroupedPacking):
-    """Packs codes along the rows into words."""
+    """AWQ's packing: codes are packed into words along the output dimension."""
 
     name = "awq"
     bits = (4,)
@@ -68,7 +68,7 @@ class _AwqPacking(GroupedPacking):
         return {new: quantization[old] for old, new in FORMER.items() if old in quantization} | dict(quantization)
 
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
-        """Refuse other versions, such as gemv, which pack codes in another order."""
+        """Return self; raise ArtifactError for other versions such as gemv, which pack codes in another order."""
         versions = [quantization.get(key) or "gemm" for key in ("version", "checkpoint_format", "format")]
         versions += [quantization.get("backend")] * (quantization.get("backend") == "llm-awq")
         if others := [version for version in versions if str(version).lower() != "gemm"]:

@@ -1,15 +1,15 @@
-"""4-bit NormalFloat as transformers stores it for bitsandbytes.
+"""4-bit NormalFloat (NF4) in the layout that transformers stores for bitsandbytes.
 
 Per linear layer with weight (N, K): `weight` uint8 [N*K/2, 1], `weight.absmax`, `weight.quant_map`, with double
 quantization `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
-(shapes: numerics/normal_float.py). All else is dense.
+(shapes: numerics/normal_float.py). All other tensors are dense.
 
-Read as sources, too: FP4, which has another table of values, and LLM.int8: `weight` int8 [N, K], `SCB` float32 [N], the
-largest value of each row, and `weight_format`, one uint8, 0 for rows side by side (1 to 3, for tensor cores, are not
-supported). A value is code times SCB / 127 (int8_vectorwise_dequant; Dettmers et al., arXiv:2208.07339, section 2.1).
+Two more kinds can be read as sources: FP4 (another table of values), and LLM.int8: `weight` int8 [N, K], `SCB` float32
+[N] (the largest magnitude of each row) and `weight_format` uint8, which must be 0 (row-major; 1 to 3 are tensor-core
+layouts). value = code * SCB / 127 (int8_vectorwise_dequant; Dettmers et al., arXiv:2208.07339, section 2.1).
 
-transformers decides which layers bitsandbytes gets (transformers/integrations/bitsandbytes.py): plain linear layers and
-GPT-2's Conv1D, but no subclasses such as FalconLinear, stacks of experts, the head, or what it keeps in float32.
+transformers decides which layers become bitsandbytes layers (transformers/integrations/bitsandbytes.py): `nn.Linear`
+and GPT-2's Conv1D, but no subclasses such as FalconLinear, stacked experts, output heads, or float32 modules.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ONLY_ON_GPUS = (
 
 @dataclass(frozen=True)
 class Replaced:
-    """The weights that transformers replaces with bitsandbytes layers, by the skeleton's names."""
+    """Which weights transformers replaces with bitsandbytes layers, under the skeleton's names."""
 
     quantized: tuple[str, ...]
     dense: tuple[str, ...]
@@ -71,7 +71,7 @@ class Replaced:
 
 
 def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: Any = None) -> Replaced:
-    """Ask transformers which of `linears` it replaces, by `settings` or `config`; raise UnsupportedError for none."""
+    """Return which of `linears` transformers would replace with bitsandbytes layers; raise UnsupportedError if none."""
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -98,12 +98,12 @@ def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: 
 
 
 def computed_by_processors(rows: int, columns: int, units: bool = True) -> bool:
-    """Return whether bitsandbytes computes a layer on a CPU, with or without bfloat16 `units`."""
+    """Return whether bitsandbytes can run a layer of this shape on a CPU; `units`: the CPU has AVX-512 bfloat16."""
     return columns % RUN == 0 and (rows % ROW_UNIT == 0 or not units)
 
 
 def has_bfloat16_units() -> bool:
-    """Return whether bitsandbytes thinks this CPU has bfloat16 units."""
+    """Return whether bitsandbytes detects AVX-512 bfloat16 on this CPU."""
     from bitsandbytes.functional import has_avx512bf16
 
     return bool(has_avx512bf16())
@@ -142,7 +142,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
 
 
 class _NormalFloatPacking(Packing[NormalFloatWeight]):
-    """Packs codes of the table `kind`; `config` is the config.json of a folder that is read."""
+    """Packing of 4-bit codes of the table `kind` (nf4 or fp4); `config` is the config.json of a folder to read."""
 
     holds = NormalFloatWeight
     codes, code_type = "weight", "uint8"
@@ -269,7 +269,7 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abst
 
 
 def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, ...]:
-    """Return the modules that transformers must be told not to replace."""
+    """Return the modules for `llm_int8_skip_modules`, which transformers must not replace."""
     if not source.passthrough and source.text_prefixes is None:
         return layout.skipped
     whole, prefixes = untouched(source, skeleton), source.text_prefixes
@@ -278,7 +278,7 @@ def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, .
 
 
 def _refuse_misfits(artifact: Artifact, _dtype: str | None, device: str) -> None:
-    """Raise EngineError for a layer that bitsandbytes cannot compute on this CPU."""
+    """Raise EngineError if bitsandbytes cannot run one of the artifact's layers on this CPU."""
     if device != "cpu":
         return
     reader, units = open_stored(artifact, FORMAT), has_bfloat16_units()

@@ -1,6 +1,6 @@
-"""Plain checkpoints: safetensors of floats and a config.json, as Hugging Face models are published.
+"""Unquantized checkpoints as published on Hugging Face: safetensors files and a config.json.
 
-Opening one reads headers only. Tensors come one at a time, or as a slab of rows.
+Opening reads only headers. Tensors are read one at a time, or as a slab of rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 class Checkpoint(Source):
-    """A checkpoint folder as a source; raises SourceError, or UnsupportedError without a known text half."""
+    """A checkpoint folder as a source. Raises SourceError, or UnsupportedError for an unknown multimodal layout."""
 
     def __init__(
         self, folder: Path, model: str, revision: str | None, config: dict[str, Any], tensors: dict[str, TensorInfo]
@@ -113,7 +113,7 @@ class Checkpoint(Source):
 
 
 def _with_embedding(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Use a tied matrix stored only under the output head's name as the embedding, as transformers does."""
+    """If a tied matrix is stored only as the output head, use it as the embedding, as transformers does."""
     if config.get("tie_word_embeddings") is not True or HEAD not in tensors or EMBEDDING in tensors:
         return tensors
     if not any(name.startswith("model.layers.") for name in tensors):
@@ -122,7 +122,7 @@ def _with_embedding(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> d
 
 
 def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
-    """Return the weight files, each with the tensors that an index assigns to it; `only` is the one given."""
+    """Return the weight files, with the tensors that an index assigns to each; `only` restricts to one file."""
     index, single = folder / INDEX, folder / SINGLE
     if (folder / "adapter_config.json").exists():
         raise SourceError(
@@ -158,7 +158,7 @@ def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
 
 
 def _of_one_model(folder: Path, names: list[str]) -> list[str]:
-    """Check the weight files of a folder without an index: one file, or a complete set of numbered ones."""
+    """Return a folder's weight files if it has no index: one file or a complete numbered set; raise SourceError."""
     parts = [part for name in names if (part := SHARD.fullmatch(name)) is not None]
     if len(names) == 1 and not parts:
         return names
@@ -179,7 +179,7 @@ def _of_one_model(folder: Path, names: list[str]) -> list[str]:
 
 
 def _notes_of_index(folder: Path) -> Iterator[str]:
-    """Note the stored tensors that the index assigns to another file or does not list."""
+    """Yield notes on stored tensors that the index omits or assigns to another file."""
     shards = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     named = {name for names in shards.values() for name in names}
     others = [(name, file) for file, names in shards.items() for name in read_header(folder / file).keys() - names]
@@ -209,13 +209,13 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def open_checkpoint(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
-    """Open the checkpoint of floats in `folder`, named `model` in errors; raise SourceError."""
+    """Open an unquantized checkpoint; `model` is its name in errors. Raises SourceError."""
     config, tensors = read_plain(folder, model)
     return Checkpoint(folder, model, revision, config, tensors)
 
 
 def read_plain(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return what `read_folder` does; raise SourceError for a quantized checkpoint."""
+    """Return config.json and tensor locations; raise SourceError if the checkpoint is quantized."""
     config, tensors = read_folder(folder, model)
     if (quantization := config.get("quantization_config")) is not None:
         kind = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
@@ -224,7 +224,7 @@ def read_plain(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def read_folder(folder: Path, model: str, only: str | None = None) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return config.json and the tensors' places of any checkpoint; `only` is the one file that a user named."""
+    """Return config.json and tensor locations of a checkpoint; `only` names a single weight file to use."""
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that has it.")
@@ -281,7 +281,7 @@ class _Writer(TensorWriter):
     dtype = "float16"
 
     def add(self, name: str, value: Written) -> None:
-        """Round a tensor to the layout's dtype, some rows at a time."""
+        """Write a tensor, rounded to the layout's dtype a slab of rows at a time."""
         import torch
 
         from quantkit.numerics.grid import cast_finite

@@ -1,10 +1,10 @@
-"""FP8 checkpoints in DeepSeek's layout (transformers' `FineGrainedFP8Config`): sources only.
+"""FP8 checkpoints in DeepSeek's layout (transformers' `FineGrainedFP8Config`), as sources only.
 
-A tensor NAME of N x K values, or a stack of them, is float8_e4m3fn and has NAME_scale_inv: [ceil(N/n), ceil(K/k)] for
-the blocks n x k of config.json's `weight_block_size`, or one number per matrix if that is null (NAME_scale in
-AutoFP8's files). A value is code times scale. Scales are float32, bfloat16, float16, or powers of two (float8_e8m0fnu,
-or uint8 if `scale_fmt` is ue8m0). Scales of activations and of the KV cache are ignored; 4-bit experts are refused.
-Values equal transformers' (integrations/finegrained_fp8.py), which does not support partial blocks at the edge.
+A tensor NAME (N, K), or a stack of such matrices, is float8_e4m3fn with a NAME_scale_inv of shape [ceil(N/n),
+ceil(K/k)] for `weight_block_size` (n, k), or one number per matrix if that is null (NAME_scale in AutoFP8's files).
+value = code * scale. Scales are float32, bfloat16, float16, or powers of two (float8_e8m0fnu, or uint8 if `scale_fmt`
+is ue8m0). Scales of activations and the KV cache are ignored; 4-bit experts are refused.
+Values equal those of transformers (integrations/finegrained_fp8.py), which does not support partial edge blocks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Reader(RowsReader):
                 raise ArtifactError(f"{folder} has {name} without its codes of {CODES}. {AGAIN}")
 
     def _scale_of(self, name: str) -> str:
-        """Return the name of a tensor's scales, after a check of shapes and types."""
+        """Return the name of the tensor's scales, after checking dtypes and shapes."""
         scale = next((name + suffix for suffix in SCALES if name + suffix in self.known), None)
         if scale is None:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES[0]}, the scales of {name}. {AGAIN}")
@@ -74,7 +74,7 @@ class _Reader(RowsReader):
         return scale
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Count the blocks of a tensor, including partial ones at the edge."""
+        """Return the number of blocks in each dimension, including partial edge blocks."""
         rows, columns = (-(-side // block) for side, block in zip(shape[-2:], self._block or shape[-2:], strict=True))
         return (*shape[:-2], rows, columns)
 
@@ -88,7 +88,7 @@ class _Reader(RowsReader):
         return partial(self._dequantized, name, scales.reshape(self._grid(self.shapes[name])))
 
     def _dequantized(self, name: str, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
-        """Return rows of a tensor (matrices of a stack); `scales` (..., n, k) are those of its blocks."""
+        """Dequantize rows `start:stop` (of a stack: matrices); `scales` (..., n, k) are the scales of all blocks."""
         shape = self.shapes[name]
         values: NDArray[np.float32] = VALUES[self.stored.read_rows(name, start, stop)].reshape(-1, *shape[1:])
         rows, columns = self._block or shape[-2:]

@@ -1,9 +1,9 @@
-"""The GPTQ layout, version 1. Loaded by vLLM, exllama and transformers with gptqmodel.
+"""The GPTQ layout, version 1. Loaded by vLLM, exllama, and transformers with gptqmodel.
 
 Per linear layer with weight (N, K) and bits b: `qweight` int32 [K*b/32, N]; `qzeros` int32 [G, N*b/32] with
 zero - 1 (so a zero of 0 cannot be stored); `scales` float16 [G, N]; `g_idx` int32 [K].
-If layers' bits differ, config.json's `dynamic` has them as in GPTQModel: by regular expressions of the layers'
-names, the first match counts.
+Mixed bits are recorded as in GPTQModel: config.json's `dynamic` maps regular expressions of layer names to settings,
+and the first match counts.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class _GptqPacking(GroupedPacking):
-    """Packs codes along the columns into words; `shift` (0 in version 2) is subtracted from stored zero points.
+    """GPTQ's packing along the input dimension; `shift` (version 2: 0) is subtracted from stored zero points.
 
-    `bits_by_zeros`: another tool's config.json lacks the bits of some layers, so their tensors show them.
+    `bits_by_zeros`: config.json lacks some layers' bits, so they are inferred from the tensors (other tools' files).
     """
 
     name = "gptq"
@@ -91,7 +91,7 @@ class _GptqPacking(GroupedPacking):
         return None
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """Return GPTQModel's settings; in `dynamic`, a minus excludes a name, and a plus gives it other bits."""
+        """Return GPTQModel's settings; in `dynamic`, a leading minus excludes layers, a plus sets their bits."""
         dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in untouched.patterns}
         others = {name: bits for name, bits in layout.layer_bits.items() if bits != layout.bits}
         dynamic |= {_pattern(name): {"bits": bits} for name, bits in (others | _joined(others)).items()}
@@ -155,7 +155,7 @@ def _pattern(name: str) -> str:
 
 
 def _joined(bits: Mapping[str, int]) -> dict[str, int]:
-    """Return the bits of layers that vLLM fuses, by vLLM's names."""
+    """Return bits under the names that vLLM gives to fused layers, such as `qkv_proj`."""
     found: dict[str, int] = {}
     for name, width in bits.items():
         place, _, leaf = name.rpartition(".")
@@ -177,7 +177,7 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iter
 
 
 def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """Read config.json; raise ArtifactError if the copy in quantize_config.json differs."""
+    """Read options from config.json; raise ArtifactError if quantize_config.json differs from it."""
     path, settings = artifact.folder / GPTQ_FILE, quantization_of(artifact.folder)
     if GPTQ_FILE in artifact.manifest.files:
         copy = read_object(path, ArtifactError, AGAIN)

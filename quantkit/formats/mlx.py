@@ -1,10 +1,10 @@
-"""MLX, the checkpoints of Apple's mlx-lm: grouped integer codes with a scale and a bias for each group.
+"""Checkpoints of Apple's mlx-lm: grouped integer codes with a scale and a bias per group.
 
 Per linear layer with weight (N, K) and bits b: `weight` uint32 [N, K*b/32], each row one little-endian bit string of
-codes; `scales` and `biases` float16 [N, G]. value = scale * code + bias, as mx.quantize has it. A zero point becomes
-the bias -scale * zero. That is exact for symmetric codes, whose zero point is a power of two; others are rounded to
-float16, by at most 2^-11 of the bias. config.json has the settings as `quantization`.
-Not supported: experts, which mlx-lm stacks in ways of its own, and the modes mxfp4, nvfp4 and mxfp8.
+codes; `scales` and `biases` float16 [N, G]. value = scale * code + bias, as in mx.quantize. A zero point is stored as
+the bias -scale * zero. This is exact for symmetric codes, whose zero point is a power of two; other biases are rounded
+to float16, with a relative error of at most 2^-11. config.json has the settings as `quantization`.
+Not supported: experts, whose stacking in mlx-lm depends on the model, and the modes mxfp4, nvfp4 and mxfp8.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEAD_KEY = "quantized_head"  # in our `quantization_config`: the name of the hea
 
 
 class _MlxPacking(GroupedPacking):
-    """Rows of codes as bit strings, next to scales and biases."""
+    """MLX's packing: each row is one bit string; scales and biases are separate tensors."""
 
     name = MLX
     bits = (2, 3, 4, 6, 8)
@@ -86,7 +86,7 @@ class _MlxPacking(GroupedPacking):
         return unpack_string(packed, bits, packed.shape[1] * 32 // bits)
 
     def unpack_zeros(self, parts: Parts, bits: int, _rows: int, _groups: int) -> torch.Tensor:
-        """Return the whole numbers that come nearest to the biases; `exact` says whether they are the same."""
+        """Return the integer zero points nearest to -bias / scale; `exact` checks that nothing was lost."""
         scales, biases = parts[SCALES].float(), parts[BIASES].float()
         zeros = torch.round(-biases / torch.where(scales == 0, 1, scales))
         return zeros.clamp_(0, (1 << bits) - 1).to(torch.uint8)
@@ -111,7 +111,7 @@ class _MlxPacking(GroupedPacking):
         return {**named, grouped.OTHERS: quantization["bits"]} if named else {}
 
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
-        """Refuse modes without biases."""
+        """Return self; raise ArtifactError for modes without biases (mxfp4, nvfp4, mxfp8)."""
         modes = {own.get("mode", "affine") for own in (quantization, *_of_layers(quantization).values())}
         if modes != {"affine"}:
             raise ArtifactError(
@@ -120,7 +120,7 @@ class _MlxPacking(GroupedPacking):
         return self
 
     def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
-        """Also take the bits and groups of single layers from the settings of other tools."""
+        """Extend `GroupedPacking.of_folder` with per-layer bits and group sizes from other tools' settings."""
         made = super().of_folder(folder, own, quantization)
         if not own:
             stored = _settings(folder)
@@ -130,7 +130,7 @@ class _MlxPacking(GroupedPacking):
         return made
 
     def layout(self, layers: Sequence[StoredLayer]) -> Layout:
-        """Refuse biases that are no whole multiples of their scales: other formats have zero points."""
+        """Extend `GroupedPacking.layout`; raise an error if biases are not integer multiples of their scales."""
         for layer in layers:
             parts = layer.read((SCALES, BIASES))
             zeros = self.unpack_zeros(parts, self.bits_of(layer), 0, 0)
@@ -142,7 +142,7 @@ class _MlxPacking(GroupedPacking):
         return super().layout(layers)
 
     def value(self, layer: StoredLayer, weight: GroupedWeight) -> Stored:
-        """Return codes where the biases are zero points, else the values that MLX computes."""
+        """Return codes if all biases correspond to zero points, else dequantized values as MLX computes them."""
         parts = layer.read((SCALES, BIASES))
         if not bool((parts[SCALES].isfinite() & parts[BIASES].isfinite()).all()):
             raise ArtifactError(
@@ -162,12 +162,12 @@ class _MlxPacking(GroupedPacking):
 
 
 def biases_of(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Return the biases -scale * zero (N, G) float16, rounded once."""
+    """Return biases -scale * zero, float16 (N, G), rounded once."""
     return (scales.double() * -zeros.double()).to(torch.float16)
 
 
 def exact(parts: Parts, zeros: torch.Tensor) -> bool:
-    """Return whether every bias is -scale * zero, without rounding."""
+    """Return whether every bias equals -scale * zero without rounding."""
     return bool((parts[SCALES].double() * -zeros.double()).equal(parts[BIASES].double()))
 
 

@@ -1,8 +1,8 @@
-"""MXFP4 checkpoints in gpt-oss's layout (transformers' `Mxfp4Config`): sources only.
+"""MXFP4 checkpoints in gpt-oss's layout (transformers' `Mxfp4Config`), as sources only.
 
-A stack NAME of E experts' matrices is NAME_blocks uint8 [E, N, K/32, 16], two codes of 4 bits (E2M1) a byte, the first
-one low, and NAME_scales uint8 [E, N, K/32], powers of two (E8M0). It is read in transformers' shape (E, K, N). All
-else is dense. Format: OCP Microscaling Formats (MX) Specification 1.0; values: transformers' integrations/mxfp4.py.
+A stack NAME of E experts is stored as NAME_blocks uint8 [E, N, K/32, 16], two 4-bit codes (E2M1) per byte, first one
+low, and NAME_scales uint8 [E, N, K/32], powers of two (E8M0). It is read in transformers' shape (E, K, N). Others are
+dense. Format: OCP Microscaling Formats (MX) Specification 1.0; values: transformers' integrations/mxfp4.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Reader(RowsReader):
                 raise ArtifactError(f"{folder} lacks the tensor {name.removesuffix(SCALES)}{BLOCKS}. {AGAIN}")
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape (E, K, N) of a stack's values, after a check of its parts."""
+        """Return the dequantized shape (E, K, N) of a stack, after checking its two tensors."""
         if name + SCALES not in self.known:
             raise ArtifactError(f"{self.folder} lacks the tensor {name}{SCALES}, the scales of {name}{BLOCKS}. {AGAIN}")
         if name in self.known:

@@ -1,4 +1,4 @@
-"""Open models (``demo``, a checkpoint folder, a GGUF file, a hub id) and artifacts."""
+"""Open models to read: ``demo``, a checkpoint folder, a GGUF file, a Hugging Face id, or an artifact."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "REA
 def open_source(
     model: str | Path | ModelRef, revision: str | None = None, adapters: Sequence[str | Path] = ()
 ) -> Source:
-    """Open `model`: ``demo``, a checkpoint folder, a safetensors or GGUF file, an adapter's folder, or a hub id.
+    """Open ``demo``, a checkpoint folder, a safetensors or GGUF file, a LoRA adapter's folder, or a Hugging Face id.
 
-    `adapters` are folders of LoRA adapters, merged in this order; a ModelRef has its own. Raises SourceError,
-    UnsupportedError, and ArtifactError for a GGUF file.
+    `adapters` are LoRA folders, merged in this order; a ModelRef has its own. Raises SourceError, UnsupportedError,
+    or ArtifactError for a GGUF file.
     """
     if isinstance(model, ModelRef):
         revision, adapters, model = model.revision, model.adapters, model.model
@@ -46,7 +46,7 @@ def open_source(
 
 
 def _base_of(folder: Path) -> str:
-    """Return the folder of an adapter's base model; raise SourceError if it is not local."""
+    """Return the local folder of an adapter's base model; raise SourceError if it is not a local folder."""
     base = base_of(folder)
     if base is not None and (path_of(base, SourceError) / "config.json").is_file():
         return base
@@ -93,7 +93,7 @@ def _open_base(model: str, folder: Path, revision: str | None) -> Source:
 
 
 def is_artifact(model: str | Path | ModelRef | Artifact | Source) -> bool:
-    """Return whether this is an artifact or the folder of one."""
+    """Return whether `model` is an Artifact or an artifact's folder."""
     if isinstance(model, str | Path | ModelRef):
         place = model.model if isinstance(model, ModelRef) else model
         return (path_of(place, SourceError) / MANIFEST).is_file()
@@ -101,7 +101,7 @@ def is_artifact(model: str | Path | ModelRef | Artifact | Source) -> bool:
 
 
 def open_model(model: str | Path | ModelRef | Artifact | Source) -> Model:
-    """Open an artifact folder, or what `open_source` opens; raise ArtifactError, SourceError, RecipeError."""
+    """Open an artifact's folder or what `open_source` opens; raise ArtifactError, SourceError or RecipeError."""
     if isinstance(model, Artifact):
         return Model(model, None)
     if not isinstance(model, str | Path | ModelRef):

@@ -1,1 +1,1 @@
-"""Quantization methods: one file per method, each with a record named METHOD."""
+"""Quantization methods: one file or package per method, each with a record named METHOD."""

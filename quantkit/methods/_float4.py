@@ -1,4 +1,4 @@
-"""Layout, options and grids of the 4-bit floats nvfp4 and mxfp4, for `gptq` and `rtn`."""
+"""Layout, options and grids of the 4-bit float types nvfp4 and mxfp4, shared by `gptq` and `rtn`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER_KINDS = {
 
 
 def check_float4(job: Job[GroupedOptions]) -> Checked[Layout]:
-    """Refuse options that these grids lack, and layers that the format cannot hold."""
+    """Check a 4-bit float job: raise an error for unsupported options, or layers that the format cannot store."""
     size, options = FLOAT4_GROUPS[job.bits], job.options
     if options.group_size not in ("auto", size):
         raise RecipeError(f"{job.bits} has groups of {size} columns, not {options.group_size}: leave group_size out")
@@ -36,9 +36,9 @@ def check_float4(job: Job[GroupedOptions]) -> Checked[Layout]:
 
 
 def grid_of(job: Job, names: Iterable[str]) -> Float4:
-    """Return the grid of a decoder block's layers; `names` are their weights.
+    """Return the 4-bit float grid shared by a decoder block's layers; `names` are their weights.
 
-    All have one divisor, because engines fuse some of them into one layer.
+    With NVFP4 all have the same global scale, because engines fuse some of them.
     """
     if job.bits != "nvfp4":
         return Float4(job.bits)

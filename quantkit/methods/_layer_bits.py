@@ -1,9 +1,9 @@
-"""Bits by layer, for methods that make grouped codes: given by the user, or chosen for a size or a divergence.
+"""Mixed bits per layer for methods with grouped codes: set by the user, or chosen for a target size or divergence.
 
-`Layout.bits_of` returns the bits of each layer. Layers with the same input have the same bits, since engines fuse some
-of them into one layer (queries, keys and values; gate and up); so have all experts of a block. To choose bits, the
-harm of each width in each layer is estimated from a few calibration sequences (calibration/sensitivity.py), with codes
-rounded to nearest on a grid that is searched as in GPTQ. An integer programme then allocates the bits
+`Layout.bits_of` returns a layer's bits. Layers with the same input get the same bits, since engines fuse them (Q, K and
+V; gate and up); so do all experts of a block. To choose bits, the added divergence of each bit width in each layer
+is estimated from a few calibration sequences (calibration/sensitivity.py), with codes rounded to nearest on
+a searched grid as in GPTQ. An integer program then allocates bits to layers
 (numerics/allocation.py).
 """
 
@@ -39,7 +39,7 @@ TRIED_ROWS = 256  # rows per layer in the estimate
 
 
 class BitsByLayer(Strict):
-    """Options of methods that support bits by layer."""
+    """Options for bits per layer."""
 
     target_bpw: float | None = Field(
         None,
@@ -59,7 +59,7 @@ class BitsByLayer(Strict):
 
 
 class GroupedOptions(BitsByLayer):
-    """Options of all methods that make grouped codes."""
+    """Options shared by all methods with grouped codes."""
 
     group_size: int | Literal["auto"] = Field(
         "auto",
@@ -71,24 +71,24 @@ class GroupedOptions(BitsByLayer):
 
 
 def targeted(options: BitsByLayer) -> bool:
-    """Return whether the layers' bits are chosen for a target."""
+    """Return whether layer bits are chosen automatically, for a target size or divergence."""
     return options.target_bpw is not None or options.target_kld is not None
 
 
 def base_bits(job: Job[BitsByLayer]) -> int:
-    """Return the recipe's bits, or the most bits that a layer may get if they are chosen."""
+    """Return the recipe's bits; with bits `auto`, the largest width that a layer may get."""
     return max(job.options.target_bits or WIDTHS) if job.bits == AUTO else int(job.bits)
 
 
 def module_of(name: str) -> str:
-    """Return the layer's name, without `.weight`."""
+    """Return the module name of a weight, without the suffix `.weight`."""
     return name.removesuffix(".weight")
 
 
 def check_bits(job: Job[BitsByLayer], layout: Layout) -> Checked[Layout]:
-    """Return the format's check of the layout, with bits by layer if the options ask for them.
+    """Check bits and layout of the job with the format; apply `layer_bits` if the user gave them.
 
-    Raises RecipeError for options that contradict each other, and for unreachable targets.
+    Raises RecipeError for contradictory options and unreachable targets.
     """
     options = job.options
     target = given_target(job, ("target_bpw", "target_kld"), ("layer_bits",), "bits")
@@ -111,7 +111,7 @@ def check_bits(job: Job[BitsByLayer], layout: Layout) -> Checked[Layout]:
 
 
 def _given(job: Job, patterns: Mapping[str, int]) -> dict[str, int]:
-    """Return the bits of every layer by its weight's name; the last pattern found in the layer's name wins."""
+    """Return each weight's bits from the user's patterns; the last matching pattern wins. Raises RecipeError."""
     if wrong := [f"{pattern}={bits}" for pattern, bits in patterns.items() if bits not in WIDTHS]:
         raise RecipeError(f"layer_bits: {wrong[0]} gives unknown bits. Layers can have {', '.join(map(str, WIDTHS))}")
     names = list(job.skeleton.linears())
@@ -143,7 +143,7 @@ def _refuse_parted(job: Job, bits: Mapping[str, int]) -> None:
 
 
 def with_bits(job: Job, layout: Layout, bits: Mapping[str, int]) -> Layout:
-    """Return the layout with each layer's bits, by its weight's name."""
+    """Return the layout with the given bits for each weight name."""
     weights: Counter[int] = Counter()
     for name, (rows, columns) in job.skeleton.linears().items():
         weights[bits[name]] += rows * columns
@@ -152,14 +152,14 @@ def with_bits(job: Job, layout: Layout, bits: Mapping[str, int]) -> Layout:
 
 
 def size_in_bits(shape: tuple[int, int], bits: int, layout: Layout) -> int:
-    """Return the stored bits of a layer (N, K): codes, scales and zero points."""
+    """Return the stored size in bits of a layer (N, K), including scales and zero points."""
     rows, columns = shape
     groups = 1 if layout.group_size == -1 else columns // int(layout.group_size)
     return rows * columns * bits + rows * groups * (SCALE_BITS + (0 if layout.symmetric else bits))
 
 
 def _refuse_far(job: Job[BitsByLayer], layout: Layout) -> int:
-    """Return how many bytes the target is below the largest choice; raises RecipeError if it is out of reach."""
+    """Return by how many bytes the target is smaller than the largest choice; raise RecipeError if unreachable."""
     asked, shapes = job.options.target_bpw, job.skeleton.linears().values()
     if asked is None:
         return 0
@@ -180,9 +180,9 @@ def _refuse_far(job: Job[BitsByLayer], layout: Layout) -> int:
 
 
 def choose_bits(job: CheckedJob[BitsByLayer, Layout], run: Run) -> Layout:
-    """Return the job's layout, with each layer's bits chosen if a target is given; a note records the choice.
+    """Return the job's layout; with a target, choose each layer's bits and note the choice.
 
-    Raises RecipeError if no choice is estimated to reach the target.
+    Raises RecipeError if, by the estimate, no choice reaches the target.
     """
     if not targeted(job.options):
         return job.checked.plan

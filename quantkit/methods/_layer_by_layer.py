@@ -1,4 +1,4 @@
-"""Write layers one by one, for methods that use no activations."""
+"""Quantize layers independently, for methods without calibration."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quantkit.records.recipe import Strict
 def write_layers(
     job: CheckedJob[Strict, Layout], run: Run, what: str, of_block: Callable[[list[str]], Callable[[str], Written]]
 ) -> None:
-    """Write every linear layer that the format quantizes, block by block, after those of an interrupted run.
+    """Quantize and write every linear layer, block by block, resuming after the layers of an interrupted run.
 
-    `of_block` maps the names of a block's weights to the function that quantizes each; `what` names the step.
+    `of_block` maps a block's weight names to the function that quantizes one of them; `what` is the step's title.
     """
     linears = [name for name in job.skeleton.linears() if name not in job.checked.plan.dense]
     with (

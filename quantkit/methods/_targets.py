@@ -1,4 +1,4 @@
-"""Targets for bits `auto`, and a recipe that repeats the choice without measuring."""
+"""Options for automatic bits (`auto`): validation of targets, and a recipe that reproduces the choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUTO = "auto"
 
 
 def as_table(value: object) -> object:
-    """Return ``down_proj=8,o_proj=4`` as a mapping of patterns; other values unchanged."""
+    """Parse ``down_proj=8,o_proj=4`` into a dict from pattern to bits; return other values unchanged."""
     if not isinstance(value, str):
         return value
     pairs = [part.rpartition("=") for part in value.split(",") if part.strip()]
@@ -23,9 +23,9 @@ def as_table(value: object) -> object:
 
 
 def given_target(job: Job, targets: Collection[str], decided: Collection[str], what: str) -> str | None:
-    """Return which of the options `targets` is given, or None; `decided` are options that fix `what` themselves.
+    """Return which option of `targets` is set, or None; `decided` are the options that set `what` by hand.
 
-    Raises RecipeError if options contradict each other, or bits `auto` come without a target.
+    Raises RecipeError for contradictory options, or for bits `auto` without a target.
     """
     given = [name for name in targets if getattr(job.options, name) is not None]
     by_hand = [name for name in decided if getattr(job.options, name)]
@@ -42,7 +42,7 @@ def given_target(job: Job, targets: Collection[str], decided: Collection[str], w
 
 
 def write_recipe(job: Job, run: Run, chosen: Mapping[str, object]) -> None:
-    """Write a recipe next to the files that repeats the choice `chosen` (by option), without paths of this machine."""
+    """Write recipe.yaml, which reproduces the run with the `chosen` option values, without local paths."""
     options = {key: value for key, value in job.recipe.options.items() if not key.startswith("target_")}
     calibration = job.recipe.calibration
     text = Path(calibration.text).name if calibration.text is not None else None

@@ -1,8 +1,8 @@
-"""AWQ: scale up the input channels that carry large activations, fold the inverse into the layer before, then round.
+"""AWQ: scale up input channels with large activations, fold the inverse into the layer before, then round.
 
 Paper: Lin et al., AWQ, arXiv:2306.00978 (section 3.2; clipping as in its code release).
-Differs from the paper: the output error of a trial is computed exactly from the inputs' Hessian, tr(D H D^T), so
-so no activations are stored; channel sizes are root mean squares; clipping is weighted by the Hessian's diagonal.
+Differences: the output error of each trial is computed exactly from the input Hessian as tr(D H D^T), so no activations
+are stored; channel magnitudes are root mean squares; clipping is weighted by the Hessian's diagonal.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Options(Learned, GroupedOptions):
 
 @dataclass(frozen=True)
 class PlainRounding:
-    """Rounds (N, K) float32 to the nearest code, on grids of `bits` with zero points of `least_zero` or more.
+    """Rounding to nearest on grids of `bits` bits whose zero points are at least `least_zero`.
 
-    With `clip`, a group's range is clipped if that lowers its error.
+    `clip`: shrink a group's range where that lowers its error.
     """
 
     group_size: int
@@ -81,16 +81,16 @@ class PlainRounding:
     clip: bool = False
 
     def round(self, weight: torch.Tensor, importance: torch.Tensor, quick: bool = False) -> GroupedWeight:
-        """Return `weight` rounded; `importance` (K,) weighs errors in the range search; `quick`: see `fit_grid`."""
+        """Round `weight`, float32 (N, K); `importance` (K,) weights range-search errors, `quick` as in `fit_grid`."""
         search = {"importance": importance, "search": "quick" if quick else True} if self.clip else {}
         grids = {"symmetric": self.symmetric, "least_zero": self.least_zero}
         return round_to_nearest(weight, self.group_size, self.bits, **grids, **search)
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """Return E |change x|^2 = tr(change H change^T), a float64 scalar, without synchronizing with the device.
+    """Return E |change x|^2 = tr(change H change^T) as a float64 scalar tensor, without synchronizing the device.
 
-    change is (N, K) float32; H = E[x x^T] is (K, K), float32 or `quick`, or only its diagonal, (K,) float32.
+    change is float32 (N, K); H = E[x x^T] is (K, K), float32 or in `quick` dtype, or its diagonal, float32 (K,).
     """
     if hessian.ndim == 1:
         return (change.square().sum(0) * hessian).sum(dtype=torch.float64)
@@ -103,12 +103,12 @@ def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
 
 
 def share_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """Return the (kv_heads * d,) means of (heads * d,) values over the query heads of each key-value head."""
+    """Average (heads * d,) values over the query heads of each key-value head; return (kv_heads * d,)."""
     return values.reshape(kv_heads, heads // kv_heads, -1).mean(1).reshape(-1)
 
 
 def repeat_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """Repeat each key-value head's values for all its query heads: (kv_heads * d,) -> (heads * d,)."""
+    """Repeat (kv_heads * d,) values for all query heads of each key-value head; return (heads * d,)."""
     return values.reshape(kv_heads, 1, -1).expand(kv_heads, heads // kv_heads, -1).reshape(-1)
 
 
@@ -120,11 +120,11 @@ def search_scale(
     heads: tuple[int, int],
     shards: Shards = ALONE,
 ) -> torch.Tensor:
-    """Return the channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after `rounding`.
+    """Return the channel scales, float32 (K,), with the least output error of `weights` [(N, K)] after `rounding`.
 
-    `hessian`: see `output_error`. Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for `points` a in
-    (0, 1]: first every COARSE-th, then those around the best. `heads` (query, key-value) keeps the scales of query
-    heads that read one value head equal; (1, 1) leaves channels free. Several processes share the trials.
+    `hessian` as in `output_error`. Trials: no scaling, rms(x)^a, and rms(x)^a / mean|w|^(1-a), for `points` exponents a
+    in (0, 1], first every COARSE-th, then those around the best. `heads` (query, key-value) ties the scales of query
+    heads that share a value head; (1, 1) leaves all channels free. Ranks share the trials.
     """
     diagonal = hessian if hessian.ndim == 1 else torch.diagonal(hessian)
     rms = diagonal.clamp(min=0).sqrt()
@@ -168,7 +168,7 @@ def search_scale(
 
 
 def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:
-    """Fit the scales of `layer` to the outputs of `weight` (N, K) float32, and round again, `rounds` times in all."""
+    """Refit the scales of `layer` to the outputs of `weight`, float32 (N, K), and round again: `rounds` roundings."""
 
     def requantize(fitted: GroupedWeight) -> RoundedLayer:
         grid = Grid(fitted.scales, fitted.zeros, fitted.bits)
@@ -191,7 +191,7 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def _unscaled_notes(job: Job, scalings: list[list[Scaling]]) -> tuple[str, ...]:
-    """Note the layers whose inputs AWQ cannot scale; raises UnsupportedError if it can scale none."""
+    """Return a note on layers whose inputs AWQ cannot scale; raise UnsupportedError if it can scale none."""
     count, left, names = unscaled(job.skeleton, scalings)
     if left == count:
         raise UnsupportedError(
@@ -225,10 +225,10 @@ def _exact_share(options: Options) -> float:
 
 
 def _searched_sequences(job: Job[Options], block: Block) -> int | None:
-    """Return the number of calibration sequences for the scale search; None for all.
+    """Return how many calibration sequences the scale search uses; None means all.
 
-    All if weights are rounded on the same Hessians. Error feedback has its own, and then the search needs no more than
-    the share for errors of earlier layers. Experts always use all, since each sees only a few tokens.
+    With plain rounding, search and rounding share their Hessians, so all are used. Error feedback has its own Hessians;
+    the search then uses only the share for earlier layers' errors. Experts use all, as each sees few tokens.
     """
     if job.options.feedback is None or any(expert_of(name) is not None for name in block.linears):
         return None
@@ -238,7 +238,7 @@ def _searched_sequences(job: Job[Options], block: Block) -> int | None:
 
 
 def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
-    """Return the mean Hessian of layers that share a scale, weighted by the tokens that each expert saw."""
+    """Return the mean Hessian of layers that share a scale, weighted by the number of tokens each one saw."""
     if len(hessians) == 1:
         return next(iter(hessians.values()))
     total = sum(tokens[name] for name in hessians)
@@ -252,7 +252,7 @@ def _scale_block(
     values: dict[str, torch.Tensor],
     hessians: dict[str, torch.Tensor],
 ) -> None:
-    """Scale the block's weights in `values` (float32, by full name) and the Hessians of their inputs to match."""
+    """Search and apply scales: change the weights in `values` (float32, by full name) and input Hessians in place."""
     options, plan = job.options, job.checked.plan
     for scaling in scalings:
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
@@ -280,7 +280,7 @@ def _quantize_group(
     layers: dict[str, GroupedWeight],
     group: LinearGroup,
 ) -> None:
-    """Round linear layers with the same inputs: to nearest within clipped ranges, or with GPTQ's error feedback."""
+    """Round linear layers with a common input: to nearest with clipped ranges, or with GPTQ's error feedback."""
     options, plan = job.options, job.checked.plan
     bits = plan.bits_of(group.names[0])  # layers with the same inputs have the same bits
     if options.feedback is not None:

@@ -1,9 +1,9 @@
-"""CTranslate2: int8 rows, int16 or floats, written by the engine's own converter and compared with the source.
+"""CTranslate2: int8, int16 or float weights, written by CTranslate2's own converter and verified against the source.
 
-Documentation: https://opennmt.net/CTranslate2/quantization.html. Read by CTranslate2 and tools built on it.
-The converter is silently wrong for some models. So CTranslate2 and transformers must give the same log-probabilities
-on a short text before the artifact is accepted. Not supported: architectures that were not measured to be exact, and
-settings that a short text cannot check (rope scaling, sliding windows).
+Documentation: https://opennmt.net/CTranslate2/quantization.html. The converter silently produces wrong output for
+some models. An artifact is therefore accepted only if CTranslate2 and transformers agree on a short text's
+log-probabilities. Not supported: architectures not measured to be exact, and settings that a short text cannot verify
+(RoPE scaling, sliding windows).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FROM_SOURCE = {"float32": SAME_WEIGHTS, "float16": 0.01, "bfloat16": 0.1, "int16
 
 
 class Options(Strict):
-    """CTranslate2 has no options."""
+    """Options of CTranslate2: none."""
 
 
 def _check(job: Job[Options]) -> Checked[None]:
@@ -81,7 +81,7 @@ def _check(job: Job[Options]) -> Checked[None]:
 
 
 def _refuse_beyond_float16(job: Job) -> None:
-    """Raise UnsupportedError for a value that the converter would turn into infinity."""
+    """Raise UnsupportedError for a value that overflows float16 and that the converter would store as infinity."""
     import torch
 
     from quantkit.numerics.grid import cast_finite
@@ -110,9 +110,9 @@ def _write(job: CheckedJob[Options, None], run: Run) -> None:
 
 
 def _proven_part(source: Source) -> Source | None:
-    """Return the first blocks, with each kind of block, of a model above `PROVEN_WEIGHTS` weights; None for others.
+    """Return a truncated model with each kind of block if the model has more than `PROVEN_WEIGHTS` weights, else None.
 
-    The comparison loads two models in float32, one after the other. Blocks of a kind are converted alike.
+    The comparison loads two float32 models in turn. Blocks of one kind are converted alike.
     """
     settings = source.settings
     count, outside, each = int(settings.num_hidden_layers), _weights_outside(settings), _weights_of_block(source)
@@ -125,7 +125,7 @@ def _proven_part(source: Source) -> Source | None:
 
 
 def _shortened(source: Source, blocks: int) -> Source:
-    """Return the source as a model of its first decoder blocks; tensors of other blocks stay, unused."""
+    """Return the source as a model of its first `blocks` decoder blocks; tensors of other blocks are unused."""
     known = getattr(source.settings, "attribute_map", {})
     names = {"num_hidden_layers", "n_layer", known.get("num_hidden_layers", "num_hidden_layers")}
     config: dict[str, Any] = {name: blocks for name in names if name in source.config}
@@ -144,14 +144,14 @@ def _weights_of_block(source: Source) -> int:
 
 
 def proof_ids(tokenizer: Any, settings: Any) -> list[int]:
-    """Return the token ids of the comparison's text: at most 96, including the tokenizer's special tokens."""
+    """Return the token ids of the comparison text: at most 96, including special tokens."""
     ids: list[int] = tokenizer(SENTENCE * PROOF_TOKENS)["input_ids"]
     longest = getattr(settings, "max_position_embeddings", None) or PROOF_TOKENS
     return ids[: min(PROOF_TOKENS, longest)]
 
 
 def _prove(job: Job, run: Run, folder: Path) -> None:
-    """Compare CTranslate2 on `folder`, converted from the job's source, with transformers.
+    """Compare the log-probabilities of the converted model in `folder` with transformers'.
 
     Raises UnsupportedError if they differ by more than the bounds.
     """
@@ -195,7 +195,7 @@ def _prove(job: Job, run: Run, folder: Path) -> None:
 
 
 def _engine_log_probs(folder: Path, compute_type: str, ids: list[int]) -> np.ndarray:
-    """Return (T, V) float32 log-probabilities by CTranslate2."""
+    """Return CTranslate2's log-probabilities, float32 (T, V)."""
     import torch
 
     model = Ct2Generator(folder, compute_type, torch.get_num_threads())
@@ -203,7 +203,7 @@ def _engine_log_probs(folder: Path, compute_type: str, ids: list[int]) -> np.nda
 
 
 def _log_probs(skeleton: Skeleton, ids: list[int]) -> np.ndarray:
-    """Return (T, V) float32 log-probabilities by transformers."""
+    """Return transformers' log-probabilities, float32 (T, V)."""
     import torch
 
     with torch.inference_mode():
@@ -211,7 +211,7 @@ def _log_probs(skeleton: Skeleton, ids: list[int]) -> np.ndarray:
 
 
 def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
-    """Put the artifact's weights into the model; raises ArtifactError if they do not fit."""
+    """Load the artifact's dequantized weights into the skeleton; raise ArtifactError if they do not fit."""
     import torch
 
     parameters = dict(skeleton.model.named_parameters())
@@ -228,9 +228,9 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
 
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
-    """Return the larger peak of conversion and comparison.
+    """Return the larger of the peaks of conversion and comparison, in bytes.
 
-    Conversion: tensors outside the blocks, a block, its fused layers, and the slab that becomes codes.
+    Conversion holds the tensors outside the blocks, one block, its fused layers, and the slab being quantized.
     """
     from quantkit.formats.ctranslate2.converter import SLAB
 

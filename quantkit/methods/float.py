@@ -1,6 +1,6 @@
-"""FLOAT: a plain checkpoint of floats: the source's values, rounded to one type.
+"""FLOAT: write an unquantized checkpoint with all values rounded to one dtype.
 
-For quantized sources: it turns a GGUF file into a checkpoint that every engine loads.
+Use it to turn a quantized source, such as a GGUF file, into a checkpoint that every engine loads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quantkit.records.recipe import Strict
 
 
 class Options(Strict):
-    """FLOAT has no options."""
+    """Options of FLOAT: none."""
 
 
 def _check(job: Job[Options]) -> Checked[Layout]:

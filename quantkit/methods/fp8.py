@@ -1,7 +1,7 @@
-"""FP8: weights as 8-bit floats (E4M3) with a scale for each row or block; engines round the inputs to FP8, too.
+"""FP8: weights as 8-bit floats (E4M3) with a scale per row or block; engines also round activations to FP8.
 
-Paper: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. No calibration. Each scale has the least
-squared error of its row or block within an octave, instead of fitting the largest value.
+Paper: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. No calibration. Each scale minimizes the
+squared error of its row or block within one octave, instead of mapping the maximum to the largest code.
 """
 
 from __future__ import annotations

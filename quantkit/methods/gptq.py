@@ -1,9 +1,9 @@
-"""GPTQ: rounding column by column, with each error fed forward into the remaining columns.
+"""GPTQ: round column by column, feeding each error forward into the remaining columns.
 
 Paper: Frantar et al., GPTQ, arXiv:2210.17323, algorithm 1 (lazy block updates, Cholesky form).
-Differs from the paper: scales come from a search weighted by the Hessian's diagonal, not from min/max; columns are
-taken in order of importance even if groups stay contiguous (static groups), so that g_idx stays sorted.
-Grids have integers, or 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
+Differences: scales are searched with Hessian-diagonal weights instead of min/max; columns are processed by importance
+even with contiguous groups (static groups), so g_idx stays sorted.
+Grids are integers or 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Options(Learned, GroupedOptions):
 
 
 class Solver:
-    """Quantizes weights of linear layers with the same input; takes over and changes its moments (K, K).
+    """Quantizes the weights of linear layers with the same input; owns and modifies the moments (K, K).
 
-    `group_size` is in columns, or -1 for the whole row. With the cross moment, outputs approximate those of the exact
-    inputs, which compensates for errors of earlier layers. `rows` is the number of rows of all weights together.
+    `group_size` is in columns; -1 is the whole row. With a cross moment, outputs approximate those on unquantized
+    inputs, which compensates for errors of earlier layers. `rows` is the total row count of all weights.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Solver:
         self._parted: PartedHessian | None = None  # for all rows
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
-        """Quantize (N, K) float32, some rows at a time."""
+        """Quantize `weight`, float32 (N, K), a slab of rows at a time."""
         slabs = [self._rows(rows) for rows in weight.split(rows_together(weight, SLAB_ELEMENTS))]
         codes, scales, zeros = (torch.cat([getattr(s, name) for s in slabs]) for name in ("codes", "scales", "zeros"))
         return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
@@ -166,7 +166,7 @@ class Solver:
         fit: Callable[[int, torch.Tensor], None] | None = None,
         group: int = 1,
     ) -> RoundedLayer:
-        """Round the transposed weight (K, N) float32, in rounding order, with scales and zeros (G, N) float32."""
+        """Round the transposed weight, float32 (K, N) in rounding order, on scales and zeros, float32 (G, N)."""
         moments, order = self.moments, self.moments.order
         codes = torch.empty(ahead.shape, dtype=torch.uint8, device=ahead.device)
         errors = RoundingErrors(ahead) if self.settings.refit else None
@@ -182,7 +182,7 @@ class Solver:
 def in_shares(
     quantize: Callable[[torch.Tensor], GroupedWeight], shards: Shards
 ) -> Callable[[torch.Tensor], GroupedWeight]:
-    """Share `quantize` among processes that all have the weights (N, K): each rounds some rows and gets all."""
+    """Distribute `quantize` over ranks that all hold the weight (N, K): each rounds some rows, all get the result."""
 
     def shared(weight: torch.Tensor) -> GroupedWeight:
         rows = len(weight)
@@ -205,7 +205,7 @@ def quantize_each(
     weight: Callable[[str], torch.Tensor],
     device: torch.device,
 ) -> Iterator[tuple[str, Layer]]:
-    """Quantize layers, given their numbers of elements by name; `weight` returns each (N, K) float32 on `device`.
+    """Quantize layers, given their element counts by name; `weight` loads each one, float32 (N, K) on `device`.
 
     Small layers are concatenated: rows are independent, so one column loop serves them all.
     """
@@ -216,7 +216,7 @@ def quantize_each(
 
 
 def _together(sizes: dict[str, int], most: int) -> list[list[str]]:
-    """Group neighbouring names while a group has at most `most` elements."""
+    """Group consecutive names while the group has at most `most` elements."""
     groups: list[list[str]] = []
     total = 0
     for name, size in sizes.items():
@@ -245,7 +245,7 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def refuse_ranks(job: Job) -> str | None:
-    """Return why several processes cannot share the work, or None."""
+    """Return why several ranks cannot share this job, or None."""
     return "one process fits all 4-bit floats" if job.bits in FLOAT4 else None
 
 
@@ -257,14 +257,14 @@ def exact_share(options: Options) -> float:
 
 
 def streams(job: CheckedJob, shapes: Shapes, share: float) -> float:
-    """Return the number of activation streams if a `share` of the sequences also runs through the unquantized model."""
+    """Return how many copies of the activations are held if a `share` also runs through the unquantized model."""
     spec = job.recipe.calibration
     sequences, length = (spec.sequences, spec.length) if job.calibration is None else job.calibration.ids.shape
     return 1 + exact_sequences(share, sequences, length, shapes.widest) / sequences
 
 
 def feedback_bytes(shapes: Shapes, device: str, gptaq: bool = True) -> int:
-    """Return the peak bytes of error feedback: moments and factors of one group of layers, and the rows of a slab."""
+    """Return the peak bytes of error feedback: moments and factors of one layer group, and a slab of rows."""
     # H and the cross moment, plus two squares in float64 for the factor (or the factor and the correction's
     # two sides); two squares fewer while rows are rounded, and one fewer without the cross moment.
     squares = 6 if gptaq else 5
@@ -293,7 +293,7 @@ def _quantize_group(
     float4: Float4 | None,
     group: LinearGroup,
 ) -> None:
-    """Quantize linear layers that share their Hessian; put them into the block and into `layers`."""
+    """Quantize linear layers with a common input; update the block's weights and add the results to `layers`."""
     options = job.options
     rows = sum(block.linears[name].out_features for name in group.names)
     if not options.gptaq:

@@ -1,9 +1,9 @@
-"""INT8: 8-bit integer weights with a scale per row; engines round the inputs to 8 bits, token by token.
+"""INT8: 8-bit integer weights with a scale per row; engines round activations to 8 bits per token.
 
-Papers: Xiao et al., SmoothQuant, arXiv:2211.10438 (equation 4): inputs with large channels are divided by a scale, and
-the weights multiplied. Frantar et al., GPTQ, arXiv:2210.17323: rounding with error feedback.
-Differs from SmoothQuant: the strength is searched for each group of layers, by their outputs on calibration tokens with
-inputs and weights rounded; outputs of values and of gated MLPs are scaled, too, as in AWQ.
+Papers: Xiao et al., SmoothQuant, arXiv:2211.10438 (equation 4): divide activation outlier channels by a scale and
+multiply the weights by it. Frantar et al., GPTQ, arXiv:2210.17323: rounding with error feedback.
+Differences from SmoothQuant: the strength is searched per layer group, by its output error on calibration tokens with
+inputs and weights rounded; the inputs of o_proj and down_proj are scaled too, as in AWQ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Options(Strict):
 
 @dataclass
 class InputSample:
-    """Every `stride`th of a layer's inputs, and the largest absolute value of each channel."""
+    """Every `stride`-th input of a layer, and each channel's largest absolute value over all inputs."""
 
     stride: int
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -65,7 +65,7 @@ class InputSample:
         self.largest = size if self.largest is None else torch.maximum(self.largest, size)
 
     def joined(self, others: list[InputSample]) -> InputSample:
-        """Return this sample joined with others of the same columns."""
+        """Return this sample merged with others of the same width."""
         every = [self, *others]
         sizes = [one.largest for one in every if one.largest is not None]
         largest = torch.stack(sizes).amax(0) if sizes else None
@@ -75,10 +75,10 @@ class InputSample:
 def smoothing(
     weights: list[torch.Tensor], sample: InputSample, points: int, heads: tuple[int, int] = (1, 1)
 ) -> torch.Tensor:
-    """Return the channel scales (K,) float32 with the least output error of `weights` [(N, K)] on the sample.
+    """Return the channel scales, float32 (K,), with the least output error of `weights` [(N, K)] on the sample.
 
-    Trials are no scaling, and max|x|^a / max|w|^(1-a) for a in [0, 1]; in each, inputs over scales and weights times
-    scales are rounded to int8. `heads`: see `search_scale` in awq.py.
+    Trials: no scaling, and max|x|^a / max|w|^(1-a) for a in [0, 1], with inputs / scales and weights * scales
+    rounded to int8. `heads` as in `search_scale` of awq.py.
     """
     columns = weights[0].shape[1]
     if sample.largest is None:
@@ -104,9 +104,9 @@ def smoothing(
 
 
 def storable(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, scale: torch.Tensor) -> torch.Tensor:
-    """Return scales near `scale` (K,) with which the weight of the norm before the layers is exact in bfloat16.
+    """Adjust `scale` (K,) so that the folded norm weight is exact in bfloat16; return the adjusted scales.
 
-    Then the folded scales equal the layers' scales to the last bit.
+    The layers' scales then match the stored norm exactly.
     """
     weight = values[f"{prefix}{scaling.before}.weight"]
     if weight.ndim > 1:  # a linear layer, which is quantized after it is scaled
@@ -118,12 +118,12 @@ def storable(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, sca
 
 
 def share(values: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
-    """Replace the (K,) values of query heads that read one value head by their mean."""
+    """Average (K,) values over query heads that share a value head, and repeat the means for these heads."""
     return repeat_heads(share_heads(values, *heads), *heads)
 
 
 def rounding_noise(x: torch.Tensor) -> float:
-    """Return what int8 rounding adds to the diagonal of E[x x^T] for inputs (tokens, K): mean step^2 / 12."""
+    """Return the mean step^2 / 12 for inputs (tokens, K): what int8 rounding adds to the diagonal of E[x x^T]."""
     return float((x.abs().amax(-1) / INT8_TOP).square().mean()) / 12
 
 
@@ -157,7 +157,7 @@ def _smooth_block(
     hessians: dict[str, torch.Tensor],
     samples: dict[str, InputSample],
 ) -> None:
-    """Scale the weights in `values` (float32, by full name), the Hessians and samples of their inputs."""
+    """Search and apply scales: change the weights in `values` (float32, by full name), input Hessians and samples."""
     for scaling in scalings:
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
         heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config.get_text_config())
@@ -178,7 +178,7 @@ def _add_to(samples: dict[str, InputSample], name: str, x: torch.Tensor) -> None
 def _round_group(
     job: Job[Options], names: list[str], values: dict[str, torch.Tensor], hessian: torch.Tensor, sample: InputSample
 ) -> dict[str, ScaledWeight]:
-    """Round the layers `names`, which have the same inputs, and remove them from `values`."""
+    """Quantize the layers `names`, which have a common input, and remove their weights from `values`."""
     if job.options.rounding == "nearest":
         return {name: round_int8(values.pop(name)) for name in names}
     if sample.parts:

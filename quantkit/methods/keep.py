@@ -1,8 +1,8 @@
-"""KEEP: rewrite the codes of a quantized source in another layout, without rounding, equal to the last bit.
+"""KEEP: store a quantized source's codes in another layout, without rounding, bit-identical in value.
 
-Tensors that are not quantized become float16, or bfloat16 with MXFP4 in compressed-tensors.
-For layouts with the same grid: value = (code - zero) * scale in the same groups. GPTQ's layout has no zero point of
-0, AWQ's and compressed-tensors' have no order of columns. MXFP4 is the same grid in compressed-tensors and GGUF.
+Unquantized tensors become float16, or bfloat16 for MXFP4 in compressed-tensors.
+Both layouts need the same grid: value = (code - zero) * scale in the same groups. GPTQ cannot store a zero point of 0;
+AWQ and compressed-tensors cannot store a column order. MXFP4 has the same grid in compressed-tensors and GGUF.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quantkit.records.recipe import Strict
 
 
 class Options(Strict):
-    """KEEP has no options."""
+    """Options of KEEP: none."""
 
 
 def _source(job: Job) -> QuantizedCheckpoint:
-    """Return the source with its codes; raises UnsupportedError if it has none."""
+    """Return the source with access to its codes; raise UnsupportedError if it is not quantized."""
     if isinstance(origin := job.source.origin, QuantizedCheckpoint):
         return origin
     how = job.source.quantization or "not quantized"
@@ -38,7 +38,7 @@ def _source(job: Job) -> QuantizedCheckpoint:
 
 
 def _bits_of(source: Source) -> str | None:
-    """Return the bits of a source's codes, or None."""
+    """Return the bits of the source's codes, or None if it has none."""
     if not isinstance(origin := source.origin, QuantizedCheckpoint):
         return None
     with suppress(UnsupportedError):
@@ -72,7 +72,7 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def _rounded(source: QuantizedCheckpoint, dtype: str) -> tuple[str, ...]:
-    """Note that tensors without codes become `dtype`."""
+    """Return a note that unquantized tensors are rounded to `dtype`."""
     stored = {"float16": "F16", "bfloat16": "BF16"}[dtype]
     others = [n for n, info in source.tensors.items() if n not in source.quantized and info.dtype != stored]
     return (f"tensors that are not quantized become {dtype}: {len(others)}, such as {others[0]}",) if others else ()

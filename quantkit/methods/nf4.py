@@ -1,4 +1,4 @@
-"""NF4: bitsandbytes' 4-bit NormalFloat with double quantization.
+"""NF4: bitsandbytes' 4-bit NormalFloat, optionally with double quantization.
 
 Paper: Dettmers et al., QLoRA, arXiv:2305.14314 (section 3: NF4 and double quantization).
 """
@@ -55,7 +55,7 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def round_weight(weight: torch.Tensor, double_quant: bool) -> NormalFloatWeight:
-    """Quantize (N, K) with bitsandbytes, in the dtype that engines compute in."""
+    """Quantize a weight (N, K) with bitsandbytes, in the compute dtype of engines."""
     packed, state = _functional().quantize_4bit(
         weight.contiguous(), blocksize=BLOCK, compress_statistics=double_quant, quant_type="nf4"
     )

@@ -1,6 +1,6 @@
-"""RTN: round every weight to the nearest point of its group's grid. No calibration; a baseline for other methods.
+"""RTN: round every weight to nearest on its group's grid. No calibration; a baseline for other methods.
 
-Grids have integers, or 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
+Grids are integers or 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 
 
 class Options(GroupedOptions):
-    """Options of round-to-nearest."""
+    """Options of RTN."""
 
     sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
 
 
 def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool) -> GroupedWeight:
-    """Round one layer's weight (N, K) float32 to nearest."""
+    """Round a layer's weight, float32 (N, K), to nearest."""
     return round_to_nearest(weight, group_size, bits, symmetric=symmetric, least_zero=1)
 
 

@@ -1,1 +1,1 @@
-"""Models of transformers without weights, their sources, and the places of their parts."""
+"""Models as sources of tensors, and as transformers modules without weights."""

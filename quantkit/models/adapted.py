@@ -1,9 +1,9 @@
-"""A source with LoRA adapters, which are merged in float32 into each tensor as it is read.
+"""A source with LoRA adapters, merged in float32 into each tensor when it is read.
 
-Adapters are merged in order. The values equal PEFT's `merge_and_unload` in float32 to the last bit,
-since products and sums have the same order; PEFT itself is not needed.
-LoRA: W + s B A, https://arxiv.org/abs/2106.09685, section 4.1. rsLoRA only has another s: https://arxiv.org/abs/2312.03732.
-DoRA: m (W + s B A) / ||W + s B A||, the norm of each output, https://arxiv.org/abs/2402.09353, equation 5.
+Adapters are merged in order. The values are bit-identical to PEFT's `merge_and_unload` in float32, as products and sums
+have the same order; PEFT itself is not needed.
+LoRA: W + s B A, https://arxiv.org/abs/2106.09685, section 4.1. rsLoRA changes only s: https://arxiv.org/abs/2312.03732.
+DoRA: m (W + s B A) / ||W + s B A||, with the norm of each output, https://arxiv.org/abs/2402.09353, equation 5.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def merge_linear(
     magnitude: torch.Tensor | None = None,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """Merge W (out, in) with A (r, in), B (out, r), and DoRA's m (out); all float32.
+    """Merge A (r, in), B (out, r) and DoRA's magnitude m (out), all float32, into W (out, in).
 
-    W is (in, out) if it is stored `transposed`, as embeddings (tokens, width) are.
+    A `transposed` W is (in, out), as embeddings (tokens, width) are.
     """
     delta = b @ a
     delta = (delta.T if transposed else delta) * scale
@@ -66,7 +66,7 @@ OTHER_BASE = "Give the base model that the adapter was made for."
 
 
 class Change(NamedTuple):
-    """An adapter's change of one tensor, in float32."""
+    """An adapter's change to one tensor, in float32."""
 
     apply: Callable[[torch.Tensor], torch.Tensor]
     puts: bool = False  # the new values do not depend on the old ones
@@ -74,13 +74,13 @@ class Change(NamedTuple):
 
 
 class AdapterTargets:
-    """The tensors of `base` that the adapters change, and how; raises SourceError for an unknown one.
+    """The tensors of `base` that adapters change, and the changes; raises SourceError if a target does not exist.
 
-    An adapter names modules of transformers' model; a checkpoint may have other names, transposed layers, or one tensor
-    for embedding and head. A tied head gets its own weights if an adapter changes only one of the two.
+    Adapters name transformers modules; a checkpoint may use other names, transposed layers, or one tensor for embedding
+    and head. A tied head is untied if an adapter changes only one of the two.
 
-    `tensors` and `config` are the merged model's; `changes` are the changes of each tensor. `copies`: tensors that
-    the base model ties to another tensor, with that tensor's name.
+    `tensors` and `config` describe the merged model; `changes` lists each tensor's changes. `copies` maps a tensor that
+    `base` does not store, since it is tied, to the tensor that it is tied to.
     """
 
     def __init__(self, base: Source, adapters: Iterable[Adapter]) -> None:
@@ -116,7 +116,7 @@ class AdapterTargets:
             self._add(adapter, path, update)
 
     def _path(self, path: str) -> str:
-        """Return the path in transformers' model of the adapter's module `path`, or None."""
+        """Return the path in transformers' model of the adapter's module `path`; `path` itself if there is none."""
         path = path if self._base.text_prefixes is None else self._base.text_prefixes.alone(path)
         names = (path, self._prefix + path, path.removeprefix(self._prefix))
         return next((name for name in names if self._module(name) is not None), path)
@@ -128,7 +128,7 @@ class AdapterTargets:
         return None
 
     def _stored(self, path: str, leaf: str) -> str | None:
-        """Return the name of a module's tensor in the checkpoint, or None."""
+        """Return the checkpoint's name of a module's tensor, or None."""
         plain, origins = f"{path}.{leaf}", self._skeleton.origins.items()
         for name in (plain, *(other for other, one in origins if one.name == plain and one.expert is None)):
             for stored in (name, name.removeprefix(self._prefix), self._prefix + name):
@@ -142,9 +142,9 @@ class AdapterTargets:
         return stored
 
     def _untie(self, adapter: Adapter, updates: dict[str, LowRank], replaced: dict[str, TensorInfo]) -> None:
-        """Give the tied head its own weights, unless the adapter changes neither end or both equally.
+        """Untie the head, unless the adapter changes neither embedding nor head, or both equally.
 
-        Equally: the low-rank matrices of one are the transposes of the other's.
+        Equally: the low-rank matrices of one are the other's transposes.
         """
         embedding, head = self._ends
         first, last = updates.get(embedding), updates.get(head)
@@ -207,7 +207,7 @@ class AdapterTargets:
         self.tensors[name] = replace(self.tensors[name], dtype="F32", shape=shape, start=0, nbytes=4 * prod(shape))
 
     def _set_vocabulary(self) -> None:
-        """Refuse ends with different numbers of tokens; set `vocab_size` where the number has changed."""
+        """Update `vocab_size` if adapters changed it; raise SourceError if embedding and head have different sizes."""
         stored = {path: name for path in self._ends if (name := self._stored(path, "weight")) is not None}
         counts = {path: self.tensors[name].rows for path, name in stored.items()}
         if len(set(counts.values())) > 1:
@@ -227,7 +227,7 @@ def _read(adapter: Adapter, info: TensorInfo) -> torch.Tensor:
 
 
 class AdaptedSource(OverriddenSource):
-    """`base` with `adapters`. Raises SourceError for an adapter's tensor that does not fit."""
+    """The source `base` with `adapters` merged; raises SourceError for an adapter tensor that does not fit."""
 
     def __init__(self, base: Source, adapters: Iterable[Adapter]) -> None:
         adapters = tuple(adapters)
@@ -256,7 +256,7 @@ class AdaptedSource(OverriddenSource):
 
     @cached_property
     def hashes(self) -> dict[str, str]:
-        """Return the hashes of the base model's files, and of each adapter's files with its number."""
+        """Return the hashes of the base model's files, and those of each adapter under ``adapter NUMBER: FILE``."""
         return self.base.hashes | {
             f"adapter {number}: {name}": digest
             for number, adapter in enumerate(self.adapters, 1)
@@ -264,7 +264,7 @@ class AdaptedSource(OverriddenSource):
         }
 
     def _rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Return rows of a merged tensor, which stays in memory until another one is read."""
+        """Return rows of a merged tensor; the whole tensor is cached until another one is read."""
         if self._latest is None or self._latest[0] != name:
             self._latest = None
             changes = self._changes[name]
@@ -277,7 +277,7 @@ class AdaptedSource(OverriddenSource):
         return self._latest[1][start:stop]
 
     def side_files(self) -> dict[str, Path]:
-        """Return the base model's side files, with the tokenizer's files of the last adapter that has any."""
+        """Return the base model's side files; tokenizer files come from the last adapter that has them."""
         files = self.base.side_files()
         if (folder := self._tokenizer_folder) is None:
             return files
@@ -286,7 +286,7 @@ class AdaptedSource(OverriddenSource):
 
     @cached_property
     def _tokenizer_folder(self) -> Path | None:
-        """Return the folder of the last adapter with a tokenizer, if its files differ from the base model's."""
+        """Return the last adapter's folder with a tokenizer, if it differs from the base model's, else None."""
         for adapter in reversed(self.adapters):
             if find_side_files(adapter.folder, VOCABULARIES):
                 refuse_side_files(adapter.folder)
@@ -296,7 +296,7 @@ class AdaptedSource(OverriddenSource):
         return None
 
     def copy_side_files(self, folder: Path) -> None:
-        """Copy the side files; the base model may create its own."""
+        """Copy the side files to `folder`; the base model may generate its own."""
         self.base.copy_side_files(folder)
         if self._tokenizer_folder is not None:
             for path in find_side_files(folder, TOKENIZER_FILES).values():

@@ -1,9 +1,9 @@
-"""A LoRA adapter's folder as PEFT saves it: adapter_config.json and adapter_model.safetensors, read without PEFT.
+"""Read a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors), without PEFT.
 
-Fields: https://huggingface.co/docs/peft/package_reference/lora, names of tensors:
-https://huggingface.co/docs/peft/developer_guides/checkpoint. An unknown field with a value is refused: it may change
-the result. Not supported: kinds other than LoRA, rsLoRA and DoRA, and initial values that change the base model's
-weights (pissa, olora, corda, loftq, lora_ga).
+Fields: https://huggingface.co/docs/peft/package_reference/lora; tensor names:
+https://huggingface.co/docs/peft/developer_guides/checkpoint. Unknown fields with a value are refused, since they may
+change the result. Not supported: kinds other than LoRA, rsLoRA and DoRA, and initializations that change the base
+model's weights (pissa, olora, corda, loftq, lora_ga).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Value = TypeVar("Value")
 
 
 class AdapterConfig(BaseModel):
-    """adapter_config.json, with peft's defaults."""
+    """The content of adapter_config.json, with PEFT's defaults."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -83,7 +83,7 @@ class AdapterConfig(BaseModel):
 
 @dataclass(frozen=True)
 class LowRank:
-    """The update of a layer's weight: B A times `scale`."""
+    """A low-rank weight update: B A times `scale`."""
 
     table: bool  # whether it is an embedding
     a: TensorInfo  # (r, in); for an embedding (r, tokens)
@@ -94,10 +94,10 @@ class LowRank:
 
 
 class Adapter:
-    """The adapter in `folder`: `updates` by layer and `replaced` tensors by name, with transformers' names.
+    """A LoRA adapter: `updates` by layer and `replaced` tensors by name, with transformers' names.
 
-    `unwrapped`: wrapper prefixes were removed from names. Raises SourceError for damaged files, UnsupportedError for a
-    kind that quantkit cannot merge.
+    `unwrapped`: names had wrapper prefixes, now removed. Raises SourceError for damaged files, UnsupportedError for
+    a kind of adapter that quantkit cannot merge.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,12 +135,12 @@ class Adapter:
         return AdapterEntry(name=self.name, kind=self.kind, hashes=hashes)
 
     def values(self, info: TensorInfo) -> NDArray[np.float32]:
-        """Return one of its tensors in float32."""
+        """Read one of the adapter's tensors as float32."""
         data = read_rows(self.folder, info, 0, info.rows).view(STORED[info.dtype])
         return to_float32(data.reshape(info.shape), info.dtype)
 
     def equal(self, one: TensorInfo, other: TensorInfo, transposed: bool = False) -> bool:
-        """Return whether two of its tensors are equal; `transposed`: whether one is the other's transpose."""
+        """Return whether two of the adapter's tensors are equal, or transposes of each other if `transposed`."""
         if one.shape != (other.shape[::-1] if transposed else other.shape):
             return False
         a, b = self.values(one), self.values(other)
@@ -153,7 +153,7 @@ class Adapter:
         return SourceError(f"{self.folder / WEIGHTS} lacks the tensor {shown(tensor)}: {why}. {AGAIN}")
 
     def _sort(self, name: str, info: TensorInfo, parts: dict[str, dict[str, TensorInfo]]) -> None:
-        """Add a tensor to the `parts` of a layer's update, or to the replaced tensors."""
+        """Add a tensor to a layer's update in `parts`, or to the replaced tensors."""
         if not name.startswith(PREFIX):
             raise self._wrong(name, f"is not a part of a model: its name does not begin with {PREFIX}")
         if info.dtype not in FLOATS:
@@ -176,14 +176,14 @@ class Adapter:
     def _by_pattern(
         self, field: str, patterns: Mapping[str, Value] | None, paths: list[str], default: Value
     ) -> dict[str, Value]:
-        """Return for each path the value of the first pattern that matches the path or its end."""
+        """Return a value for each path: that of the first pattern that matches the path or its end, else `default`."""
         expressions = [rf"(.*\.)?({pattern})" for pattern in patterns or ()]
         found = full_matches(expressions, paths, f"{self.folder / CONFIG}: {field}", SourceError)
         pairs = list(zip((patterns or {}).values(), found, strict=True))
         return {path: next((value for value, matched in pairs if path in matched), default) for path in paths}
 
     def _refuse_left_out(self, parts: Mapping[str, Mapping[str, TensorInfo]]) -> None:
-        """Raise SourceError for a layer that the configuration excludes, since peft would not change it."""
+        """Raise SourceError for tensors of a layer that adapter_config.json excludes, since PEFT would ignore them."""
         config = self._config
         # A head that is tied to the embedding repeats the embedding's update and is not named.
         paths = [path for path in parts if not (config.ensure_weight_tying and self._repeats_table(path, parts))]
@@ -201,13 +201,13 @@ class Adapter:
             raise self._wrong(f"{path}.lora_*", f"changes a layer that {field} of {CONFIG} excludes")
 
     def _named(self, field: str, named: str | list[str], paths: list[str]) -> frozenset[str]:
-        """Return the paths that an expression matches, or that end with one of the names."""
+        """Return the paths that match the expression `named`, or that end with one of the names in the list."""
         if isinstance(named, str):
             return full_matches([named], paths, f"{self.folder / CONFIG}: {field}", SourceError)[0]
         return frozenset(path for path in paths if f".{path}".endswith(tuple(f".{name}" for name in named)))
 
     def _repeats_table(self, path: str, parts: Mapping[str, Mapping[str, TensorInfo]]) -> bool:
-        """Return whether the matrices of a linear layer are an embedding's, transposed."""
+        """Return whether a linear layer's low-rank matrices are the transposes of an embedding's."""
         own = parts[path]
         return {"A", "B"} <= own.keys() and any(
             self.equal(own["A"], other["table B"], True) and self.equal(own["B"], other["table A"], True)
@@ -245,7 +245,7 @@ class Adapter:
 
 
 def _layer_of(path: str, lists: list[str]) -> int | None:
-    """Return the layer number in a path, in one of these lists of layers, or in any."""
+    """Return the first layer index in a module path, after one of the names `lists` (or any name, if empty)."""
     parts = path.split(".")
     for place in range(1, len(parts) - 1):
         if parts[place].isdecimal() and (not lists or parts[place - 1] in lists):
@@ -254,18 +254,18 @@ def _layer_of(path: str, lists: list[str]) -> int | None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder has an adapter and no model."""
+    """Return whether the folder holds an adapter and no model."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
 
 
 def base_of(folder: Path) -> str | None:
-    """Return the base model's name in adapter_config.json; raises SourceError for a damaged file."""
+    """Return the base model's name in adapter_config.json, or None; raise SourceError for a damaged file."""
     name = read_object(folder / CONFIG, SourceError, AGAIN, MOST_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 
 def open_adapter(folder: str | Path) -> Adapter:
-    """Open the adapter in `folder`; raises SourceError, and UnsupportedError for a kind that quantkit cannot merge."""
+    """Open the adapter in `folder`; raise SourceError, or UnsupportedError for a kind that cannot be merged."""
     path = path_of(folder, SourceError)
     if not path.is_dir():
         raise SourceError(
@@ -276,7 +276,7 @@ def open_adapter(folder: str | Path) -> Adapter:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Read adapter_config.json; raises SourceError for a damaged file, UnsupportedError for unmergeable settings."""
+    """Read adapter_config.json; raise SourceError for a damaged file, UnsupportedError for unmergeable settings."""
     path = folder / CONFIG
     if not path.is_file():
         raise SourceError(f"{folder} has no {CONFIG}, so it is not an adapter. Give the folder that has it.")

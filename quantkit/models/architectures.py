@@ -1,9 +1,9 @@
-"""Architectures as data, by `model_type`: which ones are tested, and the names that published checkpoints have.
+"""Data on architectures by `model_type`: which are tested, and the tensor names of published checkpoints.
 
-Tested: the tests run a tiny random model of each. The walk computes what the whole model computes, transformers
-computes the same logits from values that are read back, and scaling by AWQ does not change the model. Other decoders
-of transformers with linear layers in their blocks work, too, with a note that they are untested; an error of
-transformers' code becomes one line (`running`). For a tested architecture every error passes through: it is a bug.
+Tested: for a tiny random model, the block-by-block walk equals the whole model, transformers computes the same logits
+from values that are read back, and AWQ's scaling does not change the model. Other decoders of transformers with linear
+layers in their blocks also work, with a note that they are untested; an error in transformers' code is reported in
+one line (`running`). For a tested architecture every error is raised unchanged, since it is a bug.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ LONGEST_PART = 120  # characters of the name of the part that ran
 
 
 class Signal(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a forward pass early, on purpose."""
+    """Base class of exceptions that end a forward pass early, on purpose."""
 
 
 @contextmanager
 def running(settings: Any, part: str) -> Iterator[None]:
-    """Raise UnsupportedError, with the model type and the running `part`, for exceptions of external code inside.
+    """Turn exceptions of external code into UnsupportedError with the model type and the running `part`.
 
-    `settings` is the transformers configuration. Errors of tested architectures pass, and so do QuantkitErrors,
-    OSErrors, interruptions, and errors of missing memory.
+    `settings` is the transformers configuration. Unchanged: errors of tested architectures, QuantkitErrors, OSErrors,
+    interruptions, and out-of-memory errors.
     """
     try:
         yield
@@ -67,18 +67,18 @@ def running(settings: Any, part: str) -> Iterator[None]:
 
 
 def is_proven(settings: Any) -> bool:
-    """Return whether the architecture of this configuration, or of its text half, is tested."""
+    """Return whether this configuration's architecture, or its text model's, is tested."""
     return not PROVEN.isdisjoint((settings.model_type, settings.get_text_config(decoder=True).model_type))
 
 
 def block_of(index: int, module: object) -> str:
-    """Return the name of a decoder block in messages."""
+    """Return a decoder block's name for messages."""
     return f"block {index} ({type(module).__name__})"
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Published names of an expert's matrices; other fields are empty if transformers has the same name."""
+    """Names of an expert's matrices in published checkpoints; empty where transformers uses the same name."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -94,7 +94,7 @@ Names = Mapping[str, str]  # transformers' names -> published names
 
 @dataclass(frozen=True)
 class PublishedNames:
-    """How published checkpoints of a model type differ from transformers' modules; with names within a block."""
+    """How names in published checkpoints differ from transformers' modules; names are relative to a block."""
 
     experts: ExpertNames = ExpertNames()
     renamed: tuple[str, str] = ("", "")  # a part of the model, in transformers and published

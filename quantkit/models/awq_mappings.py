@@ -1,11 +1,11 @@
-"""Find what AWQ can scale and where the inverse is folded: known by model type, or found by running a block.
+"""Find the layers that AWQ can scale, and where the inverse is folded: from a table, or by running a block.
 
-AWQ multiplies columns of linear layers by a scale. The model's function stays the same if the layer before them (a norm
-or a linear layer) divides its output, and all readers of this output are scaled. `MAPPINGS` has these layers of some
-architectures. For all others, candidates are: a norm and the readers of its output; a linear layer and layers that
-ran before it in the same part of the block. A candidate is valid if a block with random weights has the same outputs
-after random scales are folded, even with weights so large that clipping would show, and if the
-outputs depend on it.
+AWQ multiplies input columns of linear layers by a scale. The model is unchanged if the layer before (a norm or a linear
+layer) divides its output, and all readers of that output are scaled. `MAPPINGS` lists such layers for some
+architectures. For all others, candidates are a norm with the readers of its output, and a linear layer with
+layers that ran before it in the same submodule. A candidate is valid if a block with random weights gives the same
+outputs after folding random scales, even with weights so large that clipping would show, and if its outputs
+depend on the scaled layers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OFFSETS = (0.0, 1.0)  # constants that norms add to their weights
 
 @dataclass(frozen=True)
 class Scaling:
-    """Input channels of `layers` can be scaled, since the inverse can be folded into `before`.
+    """Linear layers whose input channels can be scaled, because the inverse can be folded into `before`.
 
-    Names are within a block; `*` means every expert. `fused`: only the rows of `before` that `layers` read
-    take the inverse: the values of a stacked `qkv`, also if each group of heads has its q, k, v (`qkv_by_group`), or
-    each head its k, v (`kv_by_head`); the second half of `gate_up`.
+    Names are relative to the block; `*` stands for every expert. `fused`: only some rows of `before` take the inverse:
+    the values of a stacked `qkv`, of `qkv_by_group` (q, k, v per group of heads), or of `kv_by_head` (k, v per head);
+    or the second half of `gate_up`.
     """
 
     before: str  # a norm or a linear layer
@@ -82,7 +82,7 @@ MAPPINGS: dict[str, tuple[Scaling, ...]] = {
 
 
 def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
-    """Yield a scaling for each expert that `*` matches, in a block with weights named `stems`."""
+    """Expand `*` to the experts of a block whose weights are named `stems`; yield one scaling per expert."""
 
     def named(name: str) -> Iterator[str]:
         if "*" not in name:
@@ -98,9 +98,9 @@ def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
 
 
 def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tensor:
-    """Return the indices of the previous layer's `rows` that become the next layer's `columns` inputs.
+    """Return which of the `rows` output rows of the layer before become the `columns` inputs of the next layer.
 
-    They are fewer than `columns` if several of the `heads` query heads read one value head.
+    There are fewer than `columns` if several of the `heads` query heads share a value head.
     """
     if fused == "gate_up":
         return torch.arange(rows // 2, rows)
@@ -116,7 +116,7 @@ def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tens
 
 
 def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
-    """Return whether a previous layer with this number of rows can be `fused`; for arguments see `rows_before`."""
+    """Return whether a layer before with this shape can be `fused` in this way; arguments as in `rows_before`."""
     if fused == "gate_up" or rows == columns:
         return (rows == columns) == (fused == "") and rows in (columns, 2 * columns)
     size = columns // heads
@@ -132,7 +132,7 @@ def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
 
 
 def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, config: Any) -> tuple[int, int]:
-    """Return the (query heads, key-value heads) whose channels must share scales; (1, 1) if every channel is free."""
+    """Return (query heads, key-value heads) whose channels must share scales; (1, 1) if channels are independent."""
     before = values[f"{prefix}{scaling.before}.weight"]
     if before.ndim == 1:
         return 1, 1
@@ -155,9 +155,9 @@ def query_heads(config: Any) -> int:
 def fold(
     scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, scale: torch.Tensor, heads: tuple[int, int]
 ) -> None:
-    """Scale the columns of the layers in `values` (float32, by full name) by `scale` (K,); divide the layer before.
+    """Multiply the layers' columns in `values` (float32, by full name) by `scale` (K,), and divide the layer before.
 
-    `heads`: see `heads_of`; query heads that read one value head have equal scales.
+    `heads` as from `heads_of`; query heads that share a value head have equal scales.
     """
     for name in scaling.layers + scaling.follow:
         values[f"{prefix}{name}.weight"] = values[f"{prefix}{name}.weight"] * scale
@@ -181,9 +181,9 @@ _found: WeakKeyDictionary[nn.Module, list[list[Scaling]]] = WeakKeyDictionary()
 
 
 def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[Scaling]]:
-    """Return the scalings of each block, in search order.
+    """Return each block's valid scalings, in search order.
 
-    A skeleton's blocks are run once. Raises UnsupportedError if they cannot be run one by one.
+    Runs the skeleton's blocks once. Raises UnsupportedError if they cannot be run one by one.
     """
     if skeleton.model not in _found:
         blocks: list[list[Scaling]] = [[] for _ in skeleton.blocks]
@@ -200,7 +200,7 @@ def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[S
 
 
 def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, int, list[str]]:
-    """Return (linear layers of the skeleton, those that `scalings` do not scale, their names in a block)."""
+    """Return (number of linear layers, number of unscaled ones, the unscaled layers' names within a block)."""
     total, left = 0, []
     for index, block in enumerate(scalings):
         scaled = {layer for scaling in block for layer in scaling.layers}
@@ -212,7 +212,7 @@ def unscaled(skeleton: Skeleton, scalings: list[list[Scaling]]) -> tuple[int, in
 
 
 class _Trial:
-    """Compares a block's outputs and shared values before and after a change of weights."""
+    """Checks whether a change of weights preserves a block's outputs and shared values."""
 
     def __init__(self, block: StandIn) -> None:
         self._block = block
@@ -230,7 +230,7 @@ class _Trial:
         return self._same(changed)
 
     def depends_on(self, scaling: Scaling) -> bool:
-        """Return whether the outputs depend on the scaled layers, which is false for an indexer with few tokens."""
+        """Return whether the outputs depend on the scaled layers; false for an indexer on few tokens."""
         changed = dict(self._values)
         for one in written_out(scaling, self._stems):
             for layer in one.layers:
@@ -239,7 +239,7 @@ class _Trial:
         return not self._same(changed)
 
     def _same(self, values: dict[str, torch.Tensor]) -> bool:
-        """Return whether the outputs are the same with these weights; false if any is NaN."""
+        """Return whether the block has the same outputs with these weights; false if any output is NaN."""
         pairs = zip(self._block.run(values), self._outputs, strict=True)
         return all(bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()) for ours, theirs in pairs)
 
@@ -259,14 +259,14 @@ def _tested_scalings(block: StandIn) -> list[Scaling]:
 
 
 def _random_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
-    """Return powers of two from 1/4 to 4, equal for query heads that read one value head."""
+    """Return random powers of two from 1/4 to 4, equal for query heads that share a value head."""
     total, shared = heads
     drawn = torch.randint(-2, 3, (shared, 1, columns // total), generator=torch.Generator().manual_seed(columns))
     return torch.pow(2.0, drawn).expand(shared, total // shared, -1).reshape(-1)
 
 
 def _candidates(block: StandIn, seen: Seen) -> list[list[Scaling]]:
-    """Return the scalings to try, in search order; the first valid one of each list is used."""
+    """Return lists of candidate scalings in search order; of each list the first valid one is used."""
     choices: list[tuple[int, list[Scaling]]] = []
     fed: set[str] = set()
     for name, module in block.module.named_modules():
@@ -286,7 +286,7 @@ def _candidates(block: StandIn, seen: Seen) -> list[list[Scaling]]:
 
 
 def _readers(block: StandIn, seen: Seen, norm: str, width: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the linear layers that read a norm's output, experts' layers first, and other readers with a weight."""
+    """Return (linear layers, other modules with a weight) that read a norm's output; experts' layers come first."""
     out, experts, layers, follow = seen.outputs[norm], [], [], []
     for name in seen.order:
         given, module = seen.inputs.get(name), block.module.get_submodule(name)
@@ -305,7 +305,7 @@ def _readers(block: StandIn, seen: Seen, norm: str, width: int) -> tuple[tuple[s
 
 
 def _linears_before(block: StandIn, seen: Seen, name: str) -> list[Scaling]:
-    """Return scalings that fold the inverse into a sibling linear layer that ran before, the latest first."""
+    """Return scalings that fold the inverse into a sibling linear layer that ran earlier, latest first."""
     sizes = {layer: tuple(block.module.get_parameter(f"{layer}.weight").shape) for layer in block.linears}
     place = name.rpartition(".")[0]
     siblings = [other for other in block.linears if other.rpartition(".")[0] == place and other in seen.order]
@@ -320,6 +320,6 @@ def _linears_before(block: StandIn, seen: Seen, name: str) -> list[Scaling]:
 
 
 def _starred(name: str) -> str:
-    """Replace an expert's number by `*`."""
+    """Replace an expert's index in a name by `*`."""
     expert = EXPERT.match(name)
     return name if expert is None else f"{expert.group(1)}.*{name[expert.end() :]}"

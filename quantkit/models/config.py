@@ -1,4 +1,4 @@
-"""Load a checkpoint's configuration and tokenizer with transformers, after checking limits.
+"""Load a checkpoint's configuration and tokenizer with transformers, after validating config.json.
 
 Keys of config.json: https://huggingface.co/docs/transformers/main_classes/configuration
 """
@@ -63,7 +63,7 @@ LARGEST_ID = 1 << 24  # of a token, positive or negative: some published models 
 
 
 def torch_left_out() -> bool:
-    """Return whether transformers was imported without torch, so that this process cannot build its models."""
+    """Return whether transformers was imported without torch, so that this process cannot build models."""
     if "transformers" not in sys.modules:
         return False
     from transformers.utils import is_torch_available
@@ -72,9 +72,9 @@ def torch_left_out() -> bool:
 
 
 def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None:
-    """Raise UnsupportedError for a config.json with impossible values.
+    """Raise UnsupportedError for impossible values in config.json.
 
-    `tensors` is the number of the checkpoint's tensors: a decoder block has at least one.
+    `tensors` is the checkpoint's number of tensors; each decoder block needs at least one.
     """
     if depth_exceeds(config, DEEPEST):
         raise UnsupportedError(f"config.json is nested deeper than {DEEPEST} levels. Give the model's own config.json.")
@@ -95,7 +95,7 @@ def refuse_config(config: Mapping[str, Any], tensors: int | None = None) -> None
 
 
 def refuse_token_ids(config: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedError for an impossible id of a special token, at which transformers' generate() fails."""
+    """Raise UnsupportedError for an invalid special token id, with which transformers' generate() would fail."""
     for name, value in config.items():
         ids = value if isinstance(value, list) else [value]
         good = (number is None or (type(number) is int and abs(number) < LARGEST_ID) for number in ids)
@@ -117,7 +117,7 @@ def _refuse_ranges(config: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_numbers(config: Mapping[str, Any], where: str) -> None:
-    """Check integers, names and mappings."""
+    """Raise UnsupportedError for values in config.json that should be integers, names or mappings but are not."""
     for names, (least, most) in NUMBERS.items():
         for name in names:
             if not isinstance(config.get(name), list):  # some architectures have one per layer
@@ -143,7 +143,7 @@ def _is_number(value: object) -> bool:
 
 
 def _inside(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield the value and every value in its lists and mappings, each with its path."""
+    """Yield (path, value) for `value` and everything nested in it."""
     yield where, value
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -155,9 +155,9 @@ def _inside(value: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 @importing()
 def open_config(config: dict[str, Any]) -> Any:
-    """Return the transformers configuration of a config.json's content; raises UnsupportedError.
+    """Return the transformers configuration for a config.json's content; raise UnsupportedError.
 
-    Code of the checkpoint (`auto_map`) never runs: the model type must be one of transformers' own.
+    Custom code in the checkpoint (`auto_map`) never runs: the model type must be built into transformers.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -177,7 +177,7 @@ def open_config(config: dict[str, Any]) -> Any:
 
 
 def padding_fix(config: Mapping[str, Any]) -> str:
-    """Return the fix for a padding token without a row, which torch's embedding refuses; else an empty string."""
+    """Return a fix for a padding token id outside the embedding, which torch refuses; empty if there is none."""
     pad, rows = _stated(config, ("pad_token_id",)), vocabulary_of(config)
     if pad is None or rows is None or pad < rows:
         return ""
@@ -186,7 +186,7 @@ def padding_fix(config: Mapping[str, Any]) -> str:
 
 @importing()
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in `folder`; raises SourceError if none can encode and decode."""
+    """Load the tokenizer in `folder`; raise SourceError if it cannot encode and decode."""
     from transformers import AutoTokenizer
 
     refuse_large_files(folder)
@@ -210,7 +210,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 @contextmanager
 def _without_code(folder: Path) -> Iterator[Path]:
-    """Yield `folder`, or a copy of its small files without the code that its tokenizer names."""
+    """Yield `folder`, or a temporary copy of its small files without the custom code that its tokenizer names."""
     settings = folder / TOKENIZER_SETTINGS
     if not settings.is_file() or "auto_map" not in read_object(settings, SourceError, "Fetch the file again."):
         yield folder
@@ -225,19 +225,19 @@ def _without_code(folder: Path) -> Iterator[Path]:
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save the tokenizer in `folder`, unless its files load without the model's config.json; raises SourceError."""
+    """Save the tokenizer in `folder` if its files do not load without the model's config.json; raise SourceError."""
     if type(load_tokenizer(folder)) is not type(tokenizer):
         tokenizer.save_pretrained(folder)
 
 
 def _refuse_template(template: Any, folder: Path) -> None:
-    """Raise SourceError for a chat template that is not a string, or that jinja cannot parse."""
+    """Raise SourceError for a chat template that is not a string or not valid jinja."""
     from jinja2 import Environment, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
     class Generation(Extension):
-        """transformers' own tag, which marks an assistant's text."""
+        """transformers' jinja tag `generation`, which marks an assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -255,15 +255,15 @@ def _refuse_template(template: Any, folder: Path) -> None:
 
 
 def context_of(config: Mapping[str, Any]) -> int:
-    """Return the longest context in tokens, as lm-evaluation-harness does; 2048 if not stated."""
+    """Return the maximum context length in tokens, found as in lm-evaluation-harness; 2048 if not stated."""
     context = _stated(config, CONTEXT[:3])
     return 2048 if context is None else context
 
 
 def note_beyond_context(config: Mapping[str, Any], length: int, what: str) -> str | None:
-    """Return a note if `what` of `length` tokens is longer than the stated context.
+    """Return a note if `what`, of `length` tokens, exceeds the stated context length, else None.
 
-    Raises UnsupportedError if the model has no positions beyond it.
+    Raises UnsupportedError if the model has no position embeddings beyond it.
     """
     context = _stated(config, CONTEXT)
     if context is None or length <= context or config.get("alibi"):
@@ -276,7 +276,7 @@ def note_beyond_context(config: Mapping[str, Any], length: int, what: str) -> st
 
 
 def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> None:
-    """Raise SourceError for a token id without a row in the embedding."""
+    """Raise SourceError for token ids outside the embedding."""
     rows = vocabulary_of(config)
     if rows is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise SourceError(
@@ -286,7 +286,7 @@ def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> 
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Return the stated number of rows of the embedding."""
+    """Return the embedding's number of rows as config.json states it, or None."""
     return _stated(config, ("vocab_size",))
 
 
@@ -297,7 +297,7 @@ def _stated(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class Beside:
-    """The values per token that pass from block to block."""
+    """Numbers of values per token that pass between blocks."""
 
     states: int = 1  # hidden states
     of_text: int = 0  # values that blocks are called with
@@ -305,7 +305,7 @@ class Beside:
 
 
 def beside_states(settings: Any) -> Beside:
-    """Return them, from the settings of AltUp, per-block inputs, and shared keys and values."""
+    """Return these numbers for a configuration, from its settings of AltUp, per-layer inputs and KV sharing."""
 
     def number(name: str) -> int:
         return int(getattr(settings, name, 0) or 0)

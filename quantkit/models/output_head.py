@@ -1,8 +1,8 @@
-"""Compute logits from a causal language model's hidden states with the model's own code, some positions at a time.
+"""Compute logits from hidden states with the model's own code, a slab of positions at a time.
 
 States enter after the decoder blocks, or right before the output layer (after the last norm, where they fit into
-float16). The model's own code (norm, bias, soft cap, scale) runs from there on: a module that returns the given
-states replaces everything before. Positions are independent there, so each is a sequence of its own.
+float16). The model's code from there on (norm, bias, soft cap, scale) runs unchanged: a module that returns the given
+states replaces everything before. Positions are independent, so each is run as a sequence of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD = "its output layer"
 
 
 class _Outputs(tuple[torch.Tensor]):
-    """A decoder's output: its last hidden states, and None for other attributes."""
+    """A decoder's output object: its last hidden states; every other attribute is None."""
 
     @property
     def last_hidden_state(self) -> torch.Tensor:
@@ -39,7 +39,7 @@ class _Outputs(tuple[torch.Tensor]):
 
 
 class _StateInput(StandsFor):
-    """Replaces blocks, or everything before the output layer: returns `out` for any arguments."""
+    """Replaces the blocks, or everything before the output layer; returns `out` for any arguments."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__(block)
@@ -47,7 +47,7 @@ class _StateInput(StandsFor):
 
     @property
     def decoder(self) -> _StateInput:
-        """Return self: some architectures call the decoder inside their base model."""
+        """Return self, because some architectures call `decoder` inside their base model."""
         return self
 
     def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
@@ -55,7 +55,7 @@ class _StateInput(StandsFor):
 
 
 class _ZeroEmbedding(nn.Module):
-    """Replaces an embedding whose output is not needed: returns zeros."""
+    """Replaces an embedding whose output is unused; returns zeros."""
 
     def __init__(self, width: int, entry: _StateInput) -> None:
         super().__init__()
@@ -72,10 +72,10 @@ class _ZeroEmbedding(nn.Module):
 
 
 class OutputHead:
-    """The output side of `model`, a causal language model of transformers, which stays unchanged.
+    """The output side of a transformers causal language model; `model` itself is not changed.
 
-    States enter right before the output layer `layer` (V, D) or, with the dotted name `blocks_path` of the list of
-    decoder blocks, after the blocks. The model then needs no weights of its blocks and embeddings.
+    States enter right before the output layer `layer` (V, D), or after the decoder blocks if `blocks_path`, the dotted
+    name of their list, is given. The weights of blocks and embeddings are not needed.
     """
 
     def __init__(self, model: Any, blocks_path: str = "") -> None:
@@ -100,9 +100,9 @@ class OutputHead:
         self._width = int(getattr(model.config.get_text_config(), "hidden_size", 0))
 
     def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
-        """Return the (n, V) logits of (n, D) states in the model's dtype; `as_tuple`: its blocks return tuples.
+        """Return logits (n, V) for states (n, D) in the model's dtype; `as_tuple`: the model's blocks return tuples.
 
-        If a token has several states after the blocks, `states` are (states, n, D).
+        If tokens have several states after the blocks (AltUp), `states` is (states, n, D).
         """
         each = states.unsqueeze(-2)
         count = states.shape[-2]
@@ -123,21 +123,21 @@ class OutputHead:
         return logits[:, 0]
 
     def last_states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the output layer's input (B, T, D) for the last block's outputs; the output layer needs no weight."""
+        """Return the output layer's inputs (B, T, D) for the last block's outputs; needs no output-layer weight."""
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         self._entry.out = (hidden,) if isinstance(outputs, tuple) else hidden
         return last_states(self._model, torch.zeros(hidden.shape[-3:-1], dtype=torch.int64, device=hidden.device))
 
 
 def _decoder(model: Any) -> str:
-    """Return the name of the module before the output layer; some models have a wrong prefix."""
+    """Return the name of the module before the output layer; `base_model_prefix` is wrong in some models."""
     prefix = str(model.base_model_prefix)
     children = [name for name, child in model.named_children() if child is not model.get_output_embeddings()]
     return prefix if prefix in children else children[0]
 
 
 def load_head(source: Source, skeleton: Skeleton, device: torch.device, dtype: torch.dtype) -> OutputHead:
-    """Load the modules after the blocks; the skeleton stays without weights."""
+    """Load the modules after the blocks from the source; the skeleton stays without weights."""
     model = copy.deepcopy(skeleton.model)
     head = OutputHead(model, skeleton.blocks_path)
     # Only an embedding's tensor that is tied to the output layer is needed.
@@ -154,7 +154,7 @@ def load_head(source: Source, skeleton: Skeleton, device: torch.device, dtype: t
 
 
 def load_output_layer(source: Source, skeleton: Skeleton) -> OutputHead:
-    """Load the output layer alone, which computes in float32; the skeleton stays without weights."""
+    """Load only the output layer, computing in float32; the skeleton stays without weights."""
     model = copy.deepcopy(skeleton.model)
     layer = model.get_output_embeddings()
     weight = load(source, skeleton, weight_name(model, layer))
@@ -164,7 +164,7 @@ def load_output_layer(source: Source, skeleton: Skeleton) -> OutputHead:
 
 
 def _replaced(model: Any, path: str, module: nn.Module) -> Any:
-    """Copy a model with another module at a dotted path; the rest is shared."""
+    """Return a shallow copy of the model with the module at a dotted path replaced."""
     name, _, rest = path.partition(".")
     changed, own = copy.copy(model), model._modules[name]
     other = _replaced(own, rest, module) if rest else module
@@ -175,7 +175,7 @@ def _replaced(model: Any, path: str, module: nn.Module) -> Any:
 
 
 def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> torch.Tensor:
-    """Return the output layer's input (B, T, D) for (B, T) ids, or for another input by `name`."""
+    """Return the output layer's inputs (B, T, D) for token ids (B, T), or for the model input called `name`."""
     seen: list[torch.Tensor] = []
 
     def take(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -189,9 +189,9 @@ def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> to
 
 
 class StoredOutput(nn.Module):
-    """An output layer (V, D) with its stored weight; `slab` elements are converted at a time.
+    """An output layer (V, D) that converts its stored weight in slabs of `slab` elements.
 
-    It computes in `dtype`, or in the dtype of its inputs.
+    It computes in `dtype`, or in its inputs' dtype.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class StoredOutput(nn.Module):
         self.dtype, self.rows = dtype, max(1, slab // weight.shape[1])
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Compute (..., D) -> (..., V)."""
+        """Map (..., D) to logits (..., V)."""
         x = states.to(self.dtype)
         if self.dtype is None and self.weight.dtype == x.dtype:
             return product(x, self.weight, self.bias)

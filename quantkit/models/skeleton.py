@@ -1,7 +1,7 @@
-"""The Skeleton: the transformers model of a checkpoint without weights.
+"""Skeleton: a checkpoint's transformers model without weights.
 
-quantkit loads weights into its modules as needed. Every weight to quantize is in an `nn.Linear` (unfuse.py), so
-a parameter may be a part of a tensor of the checkpoint, or its transpose: `load` returns its value.
+Weights are loaded into its modules on demand. Every weight to quantize is in an `nn.Linear` (unfuse.py), so a
+parameter may be a slice or the transpose of a checkpoint tensor; `load` returns its value.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MOST_BUFFER_BYTES = 1 << 30
 
 @dataclass
 class Skeleton:
-    """`model` on the meta device (buffers real), `blocks_path` the dotted name of its list of decoder blocks.
+    """A model on the meta device (with real buffers); `blocks_path` is the dotted name of its decoder block list.
 
-    `origins` has the parameters that are not the checkpoint's tensor of the same name.
+    `origins` lists parameters that are not simply the checkpoint tensor of the same name.
     """
 
     model: Any
@@ -48,11 +48,11 @@ class Skeleton:
         return self.model.get_submodule(self.blocks_path)
 
     def block_prefix(self, index: int) -> str:
-        """Return the dotted prefix of block `index`'s parameters, with its final dot."""
+        """Return the dotted parameter prefix of block `index`, including the final dot."""
         return f"{self.blocks_path}.{index}."
 
     def linears_of(self, index: int) -> dict[str, nn.Linear]:
-        """Return the linear layers of block `index` to quantize, by weight name."""
+        """Return the linear layers to quantize in block `index`, by weight name."""
         block = self.blocks[index]
         states = getattr(self.model.config.get_text_config(), "altup_num_inputs", 0)
         plain = too_small(block, states) | left_alone(self.model, block)
@@ -71,21 +71,21 @@ class Skeleton:
         ]
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return the (out, in) features of all linear layers to quantize, by weight name."""
+        """Return (out, in) of all linear layers to quantize, by weight name."""
         layers = [layer for index in range(len(self.blocks)) for layer in self.linears_of(index).items()]
         return {name: (layer.out_features, layer.in_features) for name, layer in layers}
 
     def parameter_names(self) -> list[str]:
-        """Return the names of all parameters, tied ones once."""
+        """Return all parameter names; tied parameters appear once."""
         return [name for name, _ in self.model.named_parameters()]
 
 
 @importing()
 def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = None) -> Skeleton:
-    """Build the model of `config` without weights; raises UnsupportedError if it is not a causal decoder.
+    """Build the model of `config` without weights; raise UnsupportedError if it is not a causal decoder.
 
-    `native` leaves every module as in transformers. `settings` is transformers' configuration of `config`, if it
-    exists already.
+    `native` keeps transformers' modules unchanged. `settings` is the transformers configuration, if it
+    already exists.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -136,7 +136,7 @@ def _refuse_buffers(model: Any, config: dict[str, Any]) -> None:
 
 
 def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | None, Origin | None]:
-    """Return the checkpoint's name of a parameter, and its origin; None if the parameter is that tensor."""
+    """Return (checkpoint tensor name, origin) of a parameter; the origin is None if it is that whole tensor."""
     prefix = f"{skeleton.model.base_model_prefix}."
 
     def stored(name: str) -> str | None:  # some checkpoints omit the base model's prefix
@@ -150,7 +150,7 @@ def _place(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str | No
 
 
 def _found(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str, Origin | None]:
-    """Return what `_place` returns; raises UnsupportedError if the checkpoint lacks the parameter."""
+    """Return the result of `_place`; raise UnsupportedError if the checkpoint lacks the parameter."""
     stored, origin = _place(source, skeleton, parameter)
     if stored is not None:
         return stored, origin
@@ -174,12 +174,12 @@ def _found(source: Source, skeleton: Skeleton, parameter: str) -> tuple[str, Ori
 
 
 def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
-    """Return the checkpoint's name of a parameter, or of its stack; raises UnsupportedError."""
+    """Return the checkpoint tensor that holds a parameter; raise UnsupportedError if there is none."""
     return _found(source, skeleton, parameter)[0]
 
 
 def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
-    """Return the value of a parameter, in the skeleton's shape and the checkpoint's dtype."""
+    """Return a parameter's value, in the skeleton's shape and the checkpoint's dtype."""
     stored, origin = _found(source, skeleton, parameter)
     if origin is None:
         return source.tensor(stored)
@@ -187,7 +187,7 @@ def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
 
 
 def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
-    """Return the value of `load` as Rows."""
+    """Return a parameter's value as lazily read Rows."""
     stored, origin = _found(source, skeleton, parameter)
     if origin is None:
         return source.in_rows(stored)
@@ -195,13 +195,13 @@ def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
 
 
 def stack_of(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
-    """Return transformers' name of the stack of experts that holds a parameter in the checkpoint, if one does."""
+    """Return transformers' name of the expert stack that holds a parameter in the checkpoint, or None."""
     origin = _place(source, skeleton, parameter)[1]
     return origin.name if origin is not None and origin.expert is not None else None
 
 
 def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Set the parameter `name` to a value without a gradient."""
+    """Set the parameter `name` to a value that needs no gradient."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
@@ -215,7 +215,7 @@ def load_block(
     dtype: torch.dtype,
     instead: Callable[[str], torch.Tensor | None] = lambda _name: None,
 ) -> Iterator[nn.Module]:
-    """Yield block `index` with its weights, which are removed at the end; `instead(full name)` may replace some."""
+    """Yield block `index` with its weights, and remove them afterwards; `instead(full name)` may supply values."""
     module, prefix = skeleton.blocks[index], skeleton.block_prefix(index)
     names = list(dict(module.named_parameters()))
 
@@ -233,7 +233,7 @@ def load_block(
 
 
 class _LazyTensor:
-    """A tensor of a source that is read when transformers needs it, one at a time for all threads."""
+    """A source tensor that is read when transformers needs it; threads read one at a time."""
 
     def __init__(self, source: Source, name: str, lock: Lock) -> None:
         self._read, self._lock = lambda: source.tensor(name), lock
@@ -244,7 +244,7 @@ class _LazyTensor:
 
 
 def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
-    """Return transformers' own model of the source, and its report; `how` goes to `from_pretrained`."""
+    """Load the source as transformers' own model; return (model, loading report). `how` goes to `from_pretrained`."""
     lock = Lock()
     tensors = {name: _LazyTensor(source, name, lock) for name in source.tensors}
     settings = copy.deepcopy(source.settings)  # building a model changes the dtype in settings
@@ -253,7 +253,7 @@ def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return the embeddings that are called with indices only, such as the token embedding, by name."""
+    """Return embeddings that are only called with indices, such as the token embedding, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -262,13 +262,13 @@ def tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
-    """Return the full name of a layer's parameter; for a tied head, that of the embedding's."""
+    """Return the full name of a layer's parameter; a tied head has the embedding's name."""
     own = getattr(layer, parameter)
     return next(name for name, value in model.named_parameters() if value is own)
 
 
 def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
-    """Raise UnsupportedError for a parameter that the checkpoint lacks, or has in another shape or type."""
+    """Raise UnsupportedError for parameters that are missing in the checkpoint, or have another shape or type."""
     for name, parameter in skeleton.model.named_parameters():
         stored, origin = _found(source, skeleton, name)
         info, expected = source.tensors[stored], origin.shape if origin else tuple(parameter.shape)
@@ -285,7 +285,7 @@ def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
 
 
 def stacks(skeleton: Skeleton) -> list[str]:
-    """Return the blocks' parameters, except convolutions, that still contain several matrices."""
+    """Return parameters in the blocks that still stack several matrices; convolutions are excluded."""
     return [
         f"{skeleton.blocks_path}.{path}.{name}"
         for path, module in skeleton.blocks.named_modules()
@@ -298,7 +298,7 @@ def stacks(skeleton: Skeleton) -> list[str]:
 
 
 def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[int, int]]:
-    """Return the skeleton's linear layers; raises UnsupportedError if there are none."""
+    """Return the skeleton's linear layers; raise UnsupportedError if there are none, or if one cannot be quantized."""
     linears = skeleton.linears()
     if not linears:
         raise UnsupportedError(
@@ -313,12 +313,12 @@ def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[i
 
 
 def leftovers(source: Source, skeleton: Skeleton) -> tuple[list[str], list[str], list[str]]:
-    """Sort the tensors that the model does not use: (redundant, of unused layers, outside the model).
+    """Return checkpoint tensors that the model does not use: (redundant, of unused layers, outside the model).
 
-    Copies of tied weights and stored buffers, such as masks, are redundant. Unused are layers that transformers ignores
-    in one block and has in others: keys and values of blocks that use those of other blocks. Raises UnsupportedError
-    for decoder blocks beyond config.json's count, unless transformers ignores them, and SourceError for a differing
-    copy of a tied weight.
+    Redundant: copies of tied weights, and stored buffers such as masks. Unused: layers that transformers ignores in one
+    block and has in others, such as keys and values of KV-sharing blocks. Raises UnsupportedError for more
+    decoder blocks than config.json counts, unless transformers ignores them, and SourceError if a copy of a tied
+    weight differs.
     """
     model = skeleton.model
     stored = {name: source_name(source, skeleton, name) for name in skeleton.parameter_names()}

@@ -1,6 +1,6 @@
-"""A source: a read-only model whose tensors are read lazily, from any kind of files.
+"""Sources: read-only models, stored in any kind of files, whose tensors are read lazily.
 
-An OverriddenSource wraps another source with other settings, computed tensors, and dropped or passed-through names.
+An OverriddenSource wraps another source, with changed settings and with replaced, dropped or passed-through tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EMBEDDINGS = (
 
 
 class Source(ABC):
-    """A model's files, read-only. Each kind of files has a subclass."""
+    """A read-only model in files; each kind of files has a subclass."""
 
     folder: Path
     model: str  # the user's name for it
@@ -71,23 +71,23 @@ class Source(ABC):
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return the bytes of rows `start:stop` of a tensor in its dtype; a scalar is one row."""
+        """Return the bytes of rows `start:stop` of a tensor, as stored; a scalar is one row."""
 
     @abstractmethod
     def copy_side_files(self, folder: Path) -> None:
-        """Copy tokenizer, chat template, generation config and licence if the source has them."""
+        """Copy tokenizer, chat template, generation config and license files, if present."""
 
     @abstractmethod
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer; raises SourceError."""
+        """Load the transformers tokenizer; raise SourceError."""
 
     def side_files(self) -> dict[str, Path]:
-        """Return the tokenizer's and other files next to the weights, by name."""
+        """Return the files next to the weights (tokenizer and others), by name."""
         return {}
 
     @property
     def origin(self) -> Source:
-        """Return the source whose files contain these values."""
+        """Return the source whose files store these values."""
         return self
 
     @property
@@ -97,7 +97,7 @@ class Source(ABC):
 
     @property
     def quantization(self) -> str | None:
-        """Describe in a few words how stored values are quantized; None if they are not."""
+        """Return a short description of the quantization, or None if the source is not quantized."""
         return None
 
     @property
@@ -106,20 +106,20 @@ class Source(ABC):
         return ()
 
     def is_dequantized(self, _name: str) -> bool:
-        """Return whether a tensor's values are computed from codes."""
+        """Return whether the tensor's values are computed from quantized codes."""
         return False
 
     def reading_bytes(self, _name: str) -> int:
-        """Return the most bytes of memory to read a tensor, besides the returned rows."""
+        """Return the peak memory in bytes for reading a tensor, in addition to the returned rows."""
         return 0
 
     def published(self, name: str) -> str:
-        """Return the published name of a tensor, or of a part of a quantized one."""
+        """Return the published name of a tensor, or of one part of a quantized tensor."""
         return name if self.text_prefixes is None else self.text_prefixes.published(name)
 
     @property
     def architecture(self) -> str:
-        """Return the `model_type` of the configuration, such as ``llama``."""
+        """Return the configuration's `model_type`, such as ``llama``."""
         return str(self.config.get("model_type", ""))
 
     @property
@@ -129,7 +129,7 @@ class Source(ABC):
 
     @cached_property
     def settings(self) -> Any:
-        """Return config.json as a transformers configuration, with defaults; raises UnsupportedError."""
+        """Return config.json as a transformers configuration with defaults; raise UnsupportedError."""
         return open_config(self.config)
 
     @cached_property
@@ -138,14 +138,14 @@ class Source(ABC):
         return {name: sha256_of(self.folder / name) for name in self.hashed_files}
 
     def info(self, name: str) -> TensorInfo:
-        """Return the type, shape and place of a tensor; raises SourceError for an unknown name."""
+        """Return a tensor's dtype, shape and location; raise SourceError for an unknown name."""
         info = self.tensors.get(name) or self.others.get(name)
         if info is None:
             raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
         return info
 
     def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Return rows `start:stop` of a tensor of floats, as stored (checkpoints/rows.py)."""
+        """Return rows `start:stop` of a float tensor as stored (dtypes: checkpoints/rows.py)."""
         info = self.info(name)
         if info.dtype not in FLOATS:
             raise SourceError(f"{self.model}: the tensor {name} is stored as {info.dtype}, not as floats")
@@ -153,27 +153,27 @@ class Source(ABC):
         return self.read_rows(name, start, stop).view(STORED[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def floats(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        """Return the value of `stored` in float32."""
+        """Return rows `start:stop` of a float tensor as float32."""
         return to_float32(self.stored(name, start, stop), self.info(name).dtype)
 
     def in_rows(self, name: str) -> Rows:
-        """Return a tensor of floats as Rows, which are read lazily."""
+        """Return a float tensor as lazily read Rows."""
         return Rows(self.info(name).shape, partial(self.floats, name))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start:stop` of one tensor in its stored dtype."""
+        """Return rows `start:stop` of a tensor as a torch tensor in its stored dtype."""
         info = self.info(name)
         stop = min(stop, info.rows)
         return to_torch(self.read_rows(name, start, stop), info.dtype, (stop - start, *info.shape[1:]))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor in its stored dtype and shape."""
+        """Return a whole tensor in its stored dtype and shape."""
         info = self.info(name)
         return self.rows(name, 0, info.rows).reshape(info.shape)
 
 
 def refuse_non_finite(source: Source, advance: Callable[[int], None] = lambda _values: None) -> None:
-    """Read every float tensor, once; raise SourceError at the first NaN, infinity, or value above 2^64."""
+    """Read every float tensor once; raise SourceError at the first NaN, infinity, or magnitude above 2^64."""
     for name, info in (*source.tensors.items(), *source.others.items()) if not source.proven_finite else ():
         if info.dtype not in FLOATS:
             continue
@@ -188,9 +188,9 @@ def refuse_non_finite(source: Source, advance: Callable[[int], None] = lambda _v
 
 
 def refuse_another_head(source: Source) -> None:
-    """Raise SourceError if config.json ties the output head to the embedding but the checkpoint stores another head.
+    """Raise SourceError if config.json ties the output head but the checkpoint stores a different head.
 
-    Weights are read only if a tied head is stored; transformers' default is used only if config.json has no setting.
+    Weights are read only if a tied head is stored; transformers' default applies only if config.json has no setting.
     """
     head = next((name for name in HEADS if name in source.tensors), None)
     embedding = min((name for name in source.tensors if name.endswith(EMBEDDINGS)), key=len, default=None)
@@ -201,7 +201,7 @@ def refuse_another_head(source: Source) -> None:
 
 
 def refuse_other_values(source: Source, copy: str, name: str) -> None:
-    """Raise SourceError if the tensor `copy`, which config.json ties to `name`, has another dtype, shape or value."""
+    """Raise SourceError if `copy`, which config.json ties to `name`, has another dtype, shape or value."""
     one, other = source.tensors[copy], source.tensors[name]
     if (one.dtype, one.shape) != (other.dtype, other.shape) or not all(
         np.array_equal(source.read_rows(copy, *rows), source.read_rows(name, *rows)) for rows in one.slabs()
@@ -217,7 +217,7 @@ Multipliers = NDArray[np.float32]  # one factor, or one per row
 
 @dataclass(frozen=True)
 class Override:
-    """A replaced or additional tensor."""
+    """A tensor that replaces or extends those of the base source."""
 
     info: TensorInfo
     read: Callable[[int, int], NDArray[Any]]  # (start, stop) -> these rows, in the dtype of `info`
@@ -225,10 +225,10 @@ class Override:
 
 
 class OverriddenSource(Source):
-    """`base` with the tensors `overrides` and the settings `config` instead of its own, without the `dropped` ones.
+    """The source `base` with changed tensors (`overrides`, `dropped`) and changed settings (`config`).
 
-    `passthrough` replaces the base's, `notes` are added. If tensors are overridden, no file has the values: the
-    `format` is "float".
+    `passthrough` replaces the base's mapping; `notes` are added. With overridden tensors, no file stores the values,
+    and the `format` is "float".
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class OverriddenSource(Source):
 
 
 def padded(base: Source, name: str, count: int) -> Override:
-    """Lengthen a tensor to `count` rows with copies of its first row."""
+    """Return an Override that extends a tensor to `count` rows with copies of its first row."""
     info = base.info(name)
 
     def read(start: int, stop: int) -> NDArray[np.uint8]:
@@ -327,9 +327,9 @@ def padded(base: Source, name: str, count: int) -> Override:
 def multiplied(
     base: Source, factors: Mapping[str, Multipliers], config: Mapping[str, Any], copies: Mapping[str, str]
 ) -> OverriddenSource:
-    """Multiply the tensors of `base` by `factors` in float32, and set `config`, for engines without such factors.
+    """Multiply tensors of `base` by `factors` in float32 and update `config`, for engines without multipliers.
 
-    `copies` are tensors with another name in the base: a head tied to an embedding with another factor.
+    `copies` maps new tensors to base tensors: a head tied to an embedding that has another factor.
     """
     overrides = {}
     for name in dict.fromkeys((*factors, *copies)):
@@ -355,7 +355,7 @@ def _multiplied_rows(base: Source, name: str, factors: Multipliers, start: int, 
 
 
 def rows_times(source: Source, name: str, given: Any) -> Multipliers:
-    """Return a tensor's factors, `given` as a number or as (rows, number) pairs; raises UnsupportedError."""
+    """Parse a tensor's factors, a number or (rows, number) pairs; raise UnsupportedError if they do not fit."""
     pairs = given if isinstance(given, list) else [(1, given)]
     for _, number in pairs:
         if not isinstance(number, int | float) or not math.isfinite(number) or not number:

@@ -1,7 +1,7 @@
-"""Decoder blocks with random weights and their call arguments, to run a block's code for tests.
+"""Decoder blocks with random weights and recorded arguments, to test what a block's code does.
 
-The blocks are whole blocks of a skeleton. Large ones are replaced by blocks of the same config.json with narrower inner
-layers and fewer experts. Blocks with the same code and settings share one stand-in.
+A stand-in is a whole block of a skeleton; a large block is replaced by one of the same config.json with narrower inner
+layers and fewer experts. Blocks with the same code and settings share a stand-in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StopForward(Signal):
 
 
 class StandsFor(nn.Module):
-    """Replaces `block` and has its attributes."""
+    """A module that replaces `block` and forwards attribute access to it."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class StandsFor(nn.Module):
 
 
 class _Passed(tuple[Any, ...]):
-    """Hidden states in a tuple that also acts as a tensor, since models expect either from their blocks."""
+    """A tuple of hidden states that also acts as a tensor, because models expect one or the other from blocks."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)[index] if isinstance(index, tuple) else super().__getitem__(index)
@@ -63,16 +63,14 @@ class _Passed(tuple[Any, ...]):
 
 
 class _Second:
-    """A second value that a block returns, which must not reach the next block; most models drop it."""
+    """Placeholder for a block's second return value, which must not reach the next block; most models drop it."""
 
 
 class Recorder(StandsFor):
-    """Replaces a block: records its arguments and returns the hidden states plus `shift`.
+    """Replaces a block: records its arguments and returns the hidden states plus `shift`; the last one ends the pass.
 
-    They are returned in a tuple: some models use the first of a block's values, some two, some all of them. Raises
-    UnsupportedError if the next block receives the second value of the tuple, or if the hidden states are not a
-    positional argument.
-    The last block ends the forward pass.
+    The result is a tuple, since models use the first value, two, or all of them. Raises UnsupportedError if the
+    next block receives the second value, or if the hidden states are not a positional argument.
     """
 
     def __init__(self, block: nn.Module, last: bool) -> None:
@@ -98,7 +96,7 @@ class Recorder(StandsFor):
 
 
 def is_shelf(value: object) -> bool:
-    """Return whether an argument is the empty mapping by which blocks pass values to later ones."""
+    """Return whether the argument is the empty mapping through which blocks pass values to later blocks."""
     return isinstance(value, MutableMapping) and not value
 
 
@@ -106,9 +104,9 @@ def is_shelf(value: object) -> bool:
 def tables_by_rows(
     base: nn.Module, read: Callable[[str, list[int]], torch.Tensor], likely: Iterable[int] = ()
 ) -> Iterator[set[str]]:
-    """Let the `tables` of `base` contain only requested rows; yield the names of their parameters.
+    """Load only requested rows into the embeddings (`tables`) of `base`; yield their parameter names.
 
-    `read(name, rows)` returns (rows, width) of a parameter of `base`. `likely` rows are read with the first ones.
+    `read(name, rows)` returns rows (rows, width) of a parameter. `likely` rows are read with the first request.
     """
     found = tables(base)
     whole = {name: module.get_parameter("weight") for name, module in found.items()}
@@ -127,7 +125,7 @@ def tables_by_rows(
 
 
 class _Rows:
-    """A forward pre-hook of an embedding: reads the requested rows, and maps indices to them."""
+    """An embedding's forward pre-hook that loads the requested rows and remaps the indices."""
 
     def __init__(self, read: Callable[[list[int]], torch.Tensor], likely: torch.Tensor) -> None:
         self._read, self._likely = read, likely
@@ -143,7 +141,7 @@ class _Rows:
 
 @dataclass
 class Seen:
-    """A recorded run of a block: modules in the order of their ends, their first inputs, and their outputs."""
+    """A recorded run of a block: modules in order of completion, their first inputs, and their outputs."""
 
     order: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -160,7 +158,7 @@ class Seen:
 
 @dataclass
 class StandIn:
-    """A block with random weights in float32, its arguments, and hidden states (1, T, D)."""
+    """A float32 block with random weights, its arguments, and input hidden states (1, T, D)."""
 
     indices: list[int]  # of the blocks that it stands for
     module: nn.Module
@@ -171,12 +169,12 @@ class StandIn:
     shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # values shared by earlier blocks
 
     def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the block's outputs with these parameters: (1, T, D), and the values that it shares."""
+        """Return the block's outputs for these parameters: hidden states (1, T, D) and values shared with blocks."""
         out, made = self.outputs(values)
         return [out, *(part for parts in made.values() for part in parts)]
 
     def outputs(self, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[Any, tuple[torch.Tensor, ...]]]:
-        """Return the hidden states, and the values that the block shares, by key."""
+        """Return the hidden states, and the values shared with other blocks, by key."""
         shelf = dict(self.shared)
         args = tuple(shelf if is_shelf(value) else value for value in self.arguments[0])
         kwargs = {key: shelf if is_shelf(value) else value for key, value in self.arguments[1].items()}
@@ -187,7 +185,7 @@ class StandIn:
         return out[0] if isinstance(out, tuple) else out, made
 
     def watch(self) -> Seen:
-        """Run the block and return the inputs and outputs of its modules."""
+        """Run the block; return the inputs and outputs of its modules."""
         seen = Seen()
         with ExitStack() as stack:
             for name, module in self.module.named_modules():
@@ -198,7 +196,7 @@ class StandIn:
 
 
 def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
-    """Yield one for each kind of block of the skeleton; raises UnsupportedError if blocks cannot be run one by one."""
+    """Yield a stand-in for each kind of block; raise UnsupportedError if blocks cannot be run one by one."""
     largest = max(sum(value.numel() for value in block.parameters()) for block in skeleton.blocks)
     tried = skeleton
     if largest > LARGE_BLOCK:
@@ -227,9 +225,9 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
 
 
 def layers_of_one_input(skeleton: Skeleton, config: dict[str, Any]) -> list[list[str]]:
-    """Group the skeleton's linear layers that get the same input within a block, by weight name.
+    """Group the linear layers that read the same input in a block, by weight name.
 
-    All experts of a block are one group. Runs a block of each kind. Raises UnsupportedError as `stand_ins`
+    All experts of a block form one group. Runs a block of each kind; raises UnsupportedError as `stand_ins`
     does.
     """
     units: dict[tuple[int, object], list[str]] = {}
@@ -245,7 +243,7 @@ def layers_of_one_input(skeleton: Skeleton, config: dict[str, Any]) -> list[list
 
 
 def narrowed(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with narrower inner layers and fewer experts, otherwise unchanged."""
+    """Return a copy of config.json with narrower inner layers and fewer experts."""
     small = dict(config)
     if isinstance(inner := config.get("text_config"), dict):
         small["text_config"] = narrowed(inner)
@@ -257,7 +255,7 @@ def narrowed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill(module: nn.Module) -> None:
-    """Give every parameter random values; those of norms are multiples of 1 / STEP around one."""
+    """Give every parameter random values; norm weights are multiples of 1 / STEP around one."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(PERIOD, generator=generator)
     numbers = torch.cat([numbers, numbers])  # a full period from any start
@@ -274,7 +272,7 @@ def fill(module: nn.Module) -> None:
 
 
 def _arguments(skeleton: Skeleton) -> tuple[list[Arguments], torch.Tensor]:
-    """Return the arguments of each block, and random hidden states."""
+    """Return each block's call arguments, and random hidden states."""
     base = copy.deepcopy(skeleton.model.base_model)
     path = skeleton.blocks_path.removeprefix(f"{skeleton.model.base_model_prefix}.")
     last = len(skeleton.blocks) - 1
@@ -298,7 +296,7 @@ def _arguments(skeleton: Skeleton) -> tuple[list[Arguments], torch.Tensor]:
 
 
 def _kind(block: nn.Module) -> str:
-    """Describe everything that determines a block's function except weights: classes, shapes, settings."""
+    """Return a string that identifies a block's function without its weights: classes, shapes, settings."""
     lines = [repr(block), str([(name, tuple(value.shape)) for name, value in block.named_parameters()])]
     for name, module in block.named_modules():
         plain = sorted(
@@ -311,5 +309,5 @@ def _kind(block: nn.Module) -> str:
 
 
 def _parts(skeleton: Skeleton) -> list[set[str]]:
-    """Return the names of each block's parameters without the numbers of experts."""
+    """Return the parameter names of each block, without expert indices."""
     return [{re.sub(r"\.\d+\.", ".", name) for name, _ in block.named_parameters()} for block in skeleton.blocks]

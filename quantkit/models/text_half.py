@@ -1,8 +1,8 @@
-"""The text half of a multimodal checkpoint: its tensors and its config.json.
+"""The text half of a multimodal checkpoint: tensor names and config.json of its language model.
 
-A config.json with a `text_config` belongs to a causal language model with towers for images or sound. quantkit
-quantizes and evaluates the language model alone, and copies all other tensors. An artifact has the names
-and the config.json of the whole model. Published names: transformers/conversion_mapping.py and the models' own files.
+A config.json with a `text_config` describes a causal language model with image or audio towers. quantkit quantizes and
+evaluates only the language model and copies all other tensors. An artifact has the names and the
+config.json of the whole model. Published names: transformers/conversion_mapping.py and the models' own files.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ STATED = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embedd
 
 @dataclass(frozen=True)
 class TextPrefixes:
-    """The prefixes of the published names of the text half's decoder and output layer."""
+    """Prefixes of the language model's decoder and output layer in published tensor names."""
 
     base: str
     head: str
 
     def text(self, name: str) -> str | None:
-        """Return the name in the text half alone of a published tensor; None for a tensor outside it."""
+        """Map a published tensor name to its name in the language model alone; None for a tensor outside it."""
         for published, own in ((self.base, BASE), (self.head, HEAD)):
             if name.startswith(published):
                 return own + name.removeprefix(published)
         return None
 
     def published(self, name: str) -> str:
-        """Invert `text`; also for modules, and for parts of quantized layers."""
+        """Inverse of `text`, also for module names and parts of quantized layers."""
         return _replaced(name, ((BASE, self.base), (HEAD, self.head)))
 
     def modules(self, name: str) -> tuple[str, ...]:
-        """Return the names of a text half's module in published checkpoints and in transformers."""
+        """Return a language model module's names in published checkpoints and in transformers."""
         nested = NESTED + name.removeprefix(BASE) if name.startswith(BASE) else name
         return tuple(sorted({self.published(name), nested}))
 
     def alone(self, module: str) -> str:
-        """Invert `modules`; a module outside the text half keeps its name."""
+        """Inverse of `modules`; modules outside the language model keep their names."""
         return _replaced(module, ((NESTED, BASE), (self.base, BASE), (self.head, HEAD)))
 
 
 def _replaced(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """Replace the first matching prefix, which may also be the whole name without its dot."""
+    """Replace the first matching prefix; a name that equals a prefix without its dot also matches."""
     for old, new in prefixes:
         if name.startswith(old) or name == old[:-1]:
             return f"{new}{name[len(old) :]}".rstrip(".")
@@ -74,12 +74,12 @@ def _replaced(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json belongs to a model with a text half."""
+    """Return whether config.json belongs to a multimodal model."""
     return isinstance(config.get(TEXT), dict) or config.get("model_type") in FLAT
 
 
 def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Change settings of the text half in a multimodal model's config.json; `tie_word_embeddings` also in the whole."""
+    """Change text settings in a multimodal config.json; `tie_word_embeddings` is also set at the top level."""
     tied = {key: value for key, value in changes.items() if key == "tie_word_embeddings"}
     if isinstance(inner := config.get(TEXT), dict):
         return {**config, TEXT: {**inner, **changes}, **tied}
@@ -87,7 +87,7 @@ def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefixes | None:
-    """Return the prefixes of the text half, None for a model that is not multimodal; raises UnsupportedError."""
+    """Return the language model's prefixes, None for a text-only model; raise UnsupportedError if unknown."""
     if not is_multimodal(config):
         return None
     for base, head in PREFIXES:
@@ -101,7 +101,7 @@ def prefixes_of(config: Mapping[str, Any], names: Collection[str]) -> TextPrefix
 
 
 def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text half's settings in a multimodal model's config.json, as a causal model's config.json."""
+    """Return a multimodal config.json's text settings in the form of a causal model's config.json."""
     own: dict[str, Any] = {key: config[key] for key in INHERITED if key in config}
     if isinstance(inner := config.get(TEXT), dict):
         own |= inner
@@ -119,10 +119,10 @@ def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable[str]) -> dict[str, Any]:
-    """Return the config.json of the text half alone, given the whole's and the published names of its tensors.
+    """Return the config.json of the language model alone, from the whole config and the published tensor names.
 
-    The output layer is tied if it has no tensor. Settings whose defaults differ between the text half alone and the
-    whole are written out. Raises UnsupportedError.
+    The output layer is tied if it has no tensor. Defaults that differ between the whole model and the language model
+    alone are written out. Raises UnsupportedError.
     """
     own = stated_of(config)
     own["tie_word_embeddings"] = not any(name.startswith(prefixes.head) for name in names)
@@ -138,7 +138,7 @@ def config_of(config: Mapping[str, Any], prefixes: TextPrefixes, names: Iterable
 
 
 def roots(outside: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Return the outermost modules with tensors of `outside` and none of `names`, all published names, sorted."""
+    """Return the outermost modules that hold tensors of `outside` and none of `names`, sorted; published names."""
     others = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
     found = set()
     for name in outside:

@@ -1,9 +1,9 @@
-"""Rebuild the decoder blocks of a transformers model so that every weight to quantize is in an `nn.Linear`.
+"""Rewrite decoder blocks of a transformers model so that every weight to quantize is in an `nn.Linear`.
 
-Conv1D layers (GPT-2) become linear layers; stacked experts (3-D parameters, transformers/integrations/moe.py) a list of
-experts with a linear layer per matrix; stored buffers become parameters. The function is unchanged. Modules get names
-of published checkpoints (architectures.py), and transformers' code still finds them by its names. `Origin` is the place
-of such a parameter's value in a checkpoint.
+GPT-2's Conv1D becomes a linear layer; stacked experts (3-D parameters, transformers/integrations/moe.py) become a list
+of experts with a linear layer per matrix; stored buffers become parameters. The computed function is unchanged. Modules
+get the names of published checkpoints (architectures.py), and transformers' code still finds them under its own names.
+`Origin` records where such a parameter is stored in a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint's tensor with a parameter's value, if it is not the tensor of the same name."""
+    """Where a checkpoint stores a parameter's value, if not in the tensor of the same name."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,10 +46,10 @@ def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.
 
 
 def left_alone(model: Any, block: nn.Module) -> set[str]:
-    """Return the names of a block's linear layers that stay unquantized, since engines load them so.
+    """Return the names of a block's linear layers that stay unquantized because engines expect them so.
 
-    transformers' class stores them in float32 in a 16-bit model, or published checkpoints do not quantize them; both by
-    parts of a dotted name.
+    transformers' class keeps them in float32 in a 16-bit model, or published checkpoints do not quantize them. Both
+    lists match parts of dotted names.
     """
     alone = published_names(model.config.model_type).left_alone
     own = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict, alone)
@@ -61,8 +61,8 @@ def left_alone(model: Any, block: nn.Module) -> set[str]:
 def too_small(block: nn.Module, states: int) -> set[str]:
     """Return the names of a block's linear layers that are too small to pack; engines load them unquantized.
 
-    They select or weigh experts (next to the experts, or near them with a row per expert), or mix the `states` hidden
-    states of a token (AltUp).
+    These are routers (next to experts, or near them with a row per expert), and layers that mix a token's `states`
+    hidden states (AltUp).
     """
     found = {name for name, part in _linears(block) if states > 1 and states in (part.in_features, part.out_features)}
     for path, module in block.named_modules():
@@ -78,7 +78,7 @@ def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
-    """Rebuild `model` (on the meta device) in place; return the origins of the new parameters."""
+    """Rewrite `model` (on the meta device) in place; return the new parameters' origins."""
     origins: dict[str, Origin] = {}
     blocks = model.get_submodule(blocks_path)
     for path, module in list(blocks.named_modules(prefix=blocks_path)):
@@ -127,7 +127,7 @@ def renamed(kind: str, path: str) -> str:
 
 
 def _take_buffers(module: Any) -> None:
-    """Turn a module's stored buffers into parameters: some are learned, such as routers' biases."""
+    """Turn a module's stored buffers into parameters, as some are learned, such as router biases."""
     stored = [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
     module.stored_buffers = tuple(name for name in stored if getattr(module, name).is_floating_point())
     for name in module.stored_buffers:
@@ -137,7 +137,7 @@ def _take_buffers(module: Any) -> None:
 
 
 def _is_stack(module: Any, names: ExpertNames) -> bool:
-    """Return whether a module is a stack of experts with a known layout."""
+    """Return whether the module is an expert stack with a known layout."""
     if names.sent:
         return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
     return hasattr(module, "is_concatenated") and not getattr(module, "has_post_expert_norm", False)
@@ -146,7 +146,7 @@ def _is_stack(module: Any, names: ExpertNames) -> bool:
 def _replace_stack(
     block: Any, prefix: str, place: str, stack: Stack, names: ExpertNames, origins: dict[str, Origin]
 ) -> None:
-    """Put single experts at the dotted `place` in a block whose parameters begin with `prefix`."""
+    """Replace the expert stack at the dotted `place` in a block by single experts; `prefix` is the block's."""
     parent, _, leaf = place.rpartition(".")
     called = names.block or parent
     inside = f"{prefix}{called}." if called else prefix
@@ -162,7 +162,7 @@ def _replace_stack(
 
 
 class Expert(nn.Module):
-    """One expert; its linear layers have the checkpoint's names."""
+    """One expert, with linear layers named as in the checkpoint."""
 
     def __init__(self, stack: Stack, names: ExpertNames) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Expert(nn.Module):
             self.add_module(name, nn.Linear(*shape, bias=stack.biased, device="meta"))
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute (tokens, hidden) -> (tokens, inner): everything before the last matrix."""
+        """Compute everything before the last matrix: (tokens, hidden) to (tokens, inner)."""
         gate = (getattr(self, self.names.gate)(x),) if self.gated else ()
         return self.join(*gate, getattr(self, self.names.up)(x))
 
@@ -182,10 +182,10 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """A list of experts that replaces a stack; each is called with the tokens routed to it.
+    """A list of experts that replaces a stack; each expert is called with the tokens routed to it.
 
-    Every expert is called, even without tokens, and all first matrices run before any last one, so that a walk sees all
-    linear layers, equal depths together. `first` names the matrices that read the input.
+    Every expert is called, even without tokens, and all first matrices run before any last one, so that the walk sees
+    all linear layers in order of depth. `first` names the matrices that read the input.
     """
 
     def __init__(self, stack: Stack, names: ExpertNames) -> None:
@@ -193,7 +193,7 @@ class Experts(nn.ModuleList):
         self.first = (names.gate, names.up) if stack.gated else (names.up,)
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Map (tokens, hidden), chosen experts (tokens, k) int64 and their weights (tokens, k) to (tokens, hidden)."""
+        """Map tokens (tokens, hidden), their chosen experts int64 (tokens, k) and weights (tokens, k) to outputs."""
         experts: list[Any] = list(self)
         routed = [torch.where(chosen == index) for index in range(len(experts))]
         inner = [expert.inner(hidden[token]) for expert, (token, _) in zip(experts, routed, strict=True)]
@@ -205,10 +205,10 @@ class Experts(nn.ModuleList):
 
 
 class SentExperts(Experts):
-    """Experts of a stack that gets (experts * tokens, hidden): all tokens per expert, zeros for other experts'."""
+    """Experts whose input is (experts * tokens, hidden): every token per expert, zeroed unless routed to it."""
 
     def forward(self, sent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Compute (experts * tokens, hidden) -> (experts * tokens, hidden)."""
+        """Map (experts * tokens, hidden) to the same shape."""
         experts: list[Any] = list(self)
         rows = sent.reshape(len(experts), -1, sent.shape[-1])
         used = [torch.where(mine.any(-1))[0] for mine in rows]
@@ -220,7 +220,7 @@ class SentExperts(Experts):
 
 
 class Stack:
-    """The layout of one of transformers' stacks of experts, and its code between two matrices."""
+    """Layout of one of transformers' expert stacks, and its code between the two matrices."""
 
     def __init__(self, module: Any, sent: bool) -> None:
         self.module, self.transposed = module, sent or bool(module.is_transposed)
@@ -233,7 +233,7 @@ class Stack:
         self.inner = wide // 2 if self.gated else wide
 
     def join(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Return the input of the last matrix from the outputs of gate and up, or of up alone."""
+        """Return the last matrix's input, from the outputs of gate and up, or of up alone."""
         own = getattr(type(self.module), "_apply_gate", None)
         if self.gated and own is not None and own.__name__ != "_default_apply_gate":
             both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
@@ -243,7 +243,7 @@ class Stack:
         return out
 
     def origins(self, place: str, index: int, names: ExpertNames, also: tuple[str, str]) -> dict[str, Origin]:
-        """Return the origin of each parameter of an expert, by name, in the stack at the dotted `place`."""
+        """Return each parameter's origin for one expert, by name; the stack is at the dotted `place`."""
         halves = {names.up: (0, self.inner, 1)}
         if self.interleaved:
             halves = {names.gate: (0, 2 * self.inner, 2), names.up: (1, 2 * self.inner, 2)}
@@ -276,7 +276,7 @@ def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
 
 
 class Wrapped(nn.Module):
-    """A module nested one level deeper, as in some checkpoints."""
+    """A module nested one level deeper, as some checkpoints name it."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Wrapped(nn.Module):
 
 
 class Joined(nn.Module):
-    """Replaces a convolution that was split; its weight joins the parts' weights."""
+    """Replaces a convolution that was split into parts; its weight concatenates theirs."""
 
     def __init__(self, parts: Sequence[nn.Conv1d]) -> None:
         super().__init__()
@@ -297,12 +297,12 @@ class Joined(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return (channels of all parts, 1, width)."""
+        """Return the concatenated weight (channels of all parts, 1, width)."""
         return torch.cat([part.weight for part in self.__dict__["parts"]])
 
 
 def split(block: nn.Module, path: str, old: str, origins: dict[str, Origin]) -> None:
-    """Replace the convolution at `old`, if a block has it, by three for queries, keys and values."""
+    """Split the convolution at `old`, if the block has it, into three for queries, keys and values."""
     holder, _, name = old.rpartition(".")
     parent: Any = dict(block.named_modules()).get(holder)
     whole = getattr(parent, name, None)
@@ -324,7 +324,7 @@ def split(block: nn.Module, path: str, old: str, origins: dict[str, Origin]) -> 
 
 
 def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
-    """Register a child under another name, perhaps a dotted one; its parent's code still finds it under the old one."""
+    """Register a child module under a new name, perhaps dotted; its parent's code still finds it as `old`."""
     child = getattr(parent, old)
     for name, parameter in child.named_parameters():
         stored = origins.pop(f"{path}{old}.{name}", Origin(f"{path}{old}.{name}", tuple(parameter.shape)))
@@ -337,7 +337,7 @@ def rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, 
 
 
 def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
-    """Register a part of a block, if present, under another dotted name; the block's code still finds it."""
+    """Register a module of a block, if present, under a new dotted name; the block's code still finds it."""
     (holder, _, name), (place, _, leaf) = old.rpartition("."), new.rpartition(".")
     inner: Any = dict(block.named_modules()).get(holder)
     child = getattr(inner, name, None)
@@ -364,7 +364,7 @@ def move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Ori
 
 
 def _find_there(inner: Any, name: str, outer: Any, leaf: str) -> None:
-    """Let `inner.name` return `outer.leaf`, with a property, since the value may be replaced later."""
+    """Define a property so that `inner.name` returns the current `outer.leaf`."""
     kind = type(inner)
     if inner is outer:
         found = property(lambda part: getattr(part, leaf))

@@ -1,1 +1,1 @@
-"""Arithmetic on arrays and tensors: no files, no jobs."""
+"""Numerical routines on arrays and tensors; no file access."""

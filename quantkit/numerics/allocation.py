@@ -1,6 +1,6 @@
-"""Choose a kind for each tensor to balance bytes and damage, exactly, as an integer programme.
+"""Choose one option per tensor (bits or type) to trade total bytes against total damage, as an integer program.
 
-One kind is chosen for each tensor; sums of bytes and of damage count. scipy's HiGHS solves it (branch and bound).
+Solved to optimality by scipy's HiGHS (branch and bound). Bytes and damage are summed over tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ GAP = 1e-6  # relative to the best sum of damage or bytes
 
 
 def least_damage(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], limit: int) -> list[int]:
-    """Return the index of each tensor's kind with the least summed damage among choices of at most `limit` bytes.
+    """Return each tensor's option index that minimizes total damage within `limit` total bytes.
 
-    nbytes[i][k] and damage[i][k] belong to kind k of tensor i. Raises ValueError if even the smallest are too large.
+    nbytes[i][k] and damage[i][k] belong to option k of tensor i. Raises ValueError if no choice fits the limit.
     """
     least = sum(min(row) for row in nbytes)
     if least > limit:
@@ -26,9 +26,9 @@ def least_damage(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[floa
 
 
 def fewest_bytes(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """Return the index of each tensor's kind with the fewest bytes among choices of at most `limit` summed damage.
+    """Return each tensor's option index that minimizes total bytes within `limit` total damage.
 
-    Raises ValueError if even the best do too much damage.
+    Raises ValueError if no choice stays within the limit.
     """
     least = sum(min(row) for row in damage)
     if least > limit:
@@ -37,7 +37,7 @@ def fewest_bytes(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[floa
 
 
 def _solve(cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """Minimize the summed cost under one limit on the summed weight."""
+    """Minimize total cost subject to a limit on total weight; return the option index of each tensor."""
     sizes = [len(row) for row in cost]
     owner = np.repeat(np.arange(len(sizes)), sizes)
     costs = np.array([value for row in cost for value in row], dtype=np.float64)
@@ -66,7 +66,7 @@ def _solve(cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], l
 def _within(
     chosen: list[int], cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], limit: float
 ) -> list[int]:
-    """Fix, at the least cost, a choice that the solver's tolerance left slightly above the limit."""
+    """Repair, at the least cost, a solution that exceeds the limit by the solver's tolerance."""
     total = sum(row[k] for row, k in zip(weight, chosen, strict=True))
     while total > limit:
         over = total - limit

@@ -1,9 +1,9 @@
-"""Rounding with error feedback: each column compensates for the errors of the columns before it.
+"""Rounding with error feedback: later columns compensate for the rounding errors of earlier columns.
 
 Paper: Frantar et al., GPTQ, arXiv:2210.17323, algorithm 1, in the equivalent form of Chee et al., QuIP,
-arXiv:2307.13304, section 4 (LDLQ; theorem 6 shows that both are the same). With H = R R^T, R upper triangular in
-the order in which columns are rounded, column k is rounded at
-w_k + sum over j < k of (w_j - w^_j) R_jk / R_kk. That needs one Cholesky factor and no inverse.
+arXiv:2307.13304, section 4 (LDLQ; theorem 6 proves the equivalence). With H = R R^T and R upper triangular in
+rounding order, column k is rounded at
+w_k + sum over j < k of (w_j - w^_j) R_jk / R_kk. This needs one Cholesky factor and no inverse.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MOST_DAMPING = 1e12  # times the mean diagonal; the squared number of columns su
 def feedback_factor(
     hessian: torch.Tensor, order: torch.Tensor, damp_percent: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the upper triangular R (K, K) float32 of the damped H = R R^T, with columns in `order` (K,) int64.
+    """Return the upper triangular factor R of the damped H = R R^T, float32 (K, K), columns in `order`, int64 (K,).
 
-    It is written to `out` if given, which may be `hessian`. Inputs that are always zero get the mean diagonal.
-    Damping grows tenfold until the factorization succeeds. Raises SourceError for moments that are not finite.
+    Written to `out` if given, which may be `hessian`. Inputs that are always zero get the mean diagonal. Damping grows
+    tenfold until the factorization succeeds. Raises SourceError if the moments are not finite.
     """
     # The upper factor is the lower one of the matrix turned by 180 degrees.
     back = order.flip(0)
@@ -63,13 +63,13 @@ def _at_once(function: Callable[[torch.Tensor], torch.Tensor], values: torch.Ten
 
 @dataclass(frozen=True)
 class FeedbackSettings:
-    """Settings of rounding with error feedback; manifests record those that are not options of the method.
+    """Settings of rounding with error feedback; manifests record those that are not method options.
 
-    `damp_percent`: share of the mean diagonal added to the Hessian; `shrinkage`: share of each diagonal entry added to
-    it. `gptaq_share` of the sequences also go through the unquantized model. Every second token is used if that leaves
-    `ample_tokens` per column (0: use all). `sym`: symmetric grids, whose scales are searched
-    (`scale_search`) and, after each of the `rounds` of rounding, refitted (`refit`). `static_groups`: scales are fixed
-    first, and columns go by importance; `desc_act`: groups are formed along that order.
+    `damp_percent`: share of the mean diagonal added to the Hessian. `shrinkage`: share of each diagonal entry added to
+    it. `gptaq_share`: share of sequences that also run through the unquantized model. `ample_tokens`: use every second
+    token if this many per column remain (0: use all). `sym`: symmetric grids. `scale_search`: search scales. `refit`:
+    refit them after each of `rounds` roundings. `static_groups`: fix scales first and order columns by importance.
+    `desc_act`: form groups along that order.
     """
 
     damp_percent: float
@@ -85,17 +85,17 @@ class FeedbackSettings:
 
 
 def _divided(order: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return rows (n, K) times H^-1 = R^-T R^-1: two triangular systems, in the factor's `order`."""
+    """Return `part` (n, K) times H^-1 = R^-T R^-1, by two triangular solves; `order` is the factor's column order."""
     solved = part.index_select(1, order).T
     solved = _solved(factor.T, _solved(factor, solved, upper=True), upper=False)
     return solved.T.index_select(1, torch.argsort(order))
 
 
 def _solved(triangle: torch.Tensor, sides: torch.Tensor, *, upper: bool) -> torch.Tensor:
-    """Solve T X = sides for X (K, n), with an upper or lower triangular T (K, K), in place of `sides`; all float32.
+    """Solve T X = sides in place for X (K, n), with T (K, K) triangular; float32.
 
-    Blocks are solved in sequence, the last one first if T is upper; the contributions to the other blocks
-    are quick products.
+    Blocks are solved in sequence (from the end if T is upper), with fast low-precision products for the
+    contributions of solved blocks.
     """
     count = len(triangle)
     found = torch.empty(sides.shape, dtype=quick_dtype(sides.device), device=sides.device)
@@ -110,20 +110,19 @@ def _solved(triangle: torch.Tensor, sides: torch.Tensor, *, upper: bool) -> torc
 
 
 class Feedback:
-    """Data for rounding a layer's weight, from the second moments of its inputs.
+    """Second moments of a layer's inputs, prepared for rounding its weight with error feedback.
 
-    `importance` (K,) is the diagonal of H, `order` (K,) int64 the order of rounding, most important first if that is
-    requested; `factor` is from `feedback_factor`. `costs` (K,) is its squared diagonal: what the square of a column's
-    own rounding error adds to the outputs' error, since later columns compensate for the rest. `hessian` is H with
-    `shrinkage` of each diagonal entry and `damp_percent` of their mean added. All moments are (K, K) float32, owned
-    and changed.
+    `importance` (K,): diagonal of H. `order` (K,) int64: rounding order, optionally by descending importance. `factor`:
+    result of `feedback_factor`. `costs` (K,): its squared diagonal, the output error per squared rounding error of a
+    column after later columns have compensated. `hessian`: H plus `shrinkage` of each diagonal entry and `damp_percent`
+    of their mean. The moments passed in are (K, K) float32; they are owned and modified.
 
-    With `cross` C = E[(exact - x) x^T], `target` moves a weight W so that its outputs approximate those of the exact
-    inputs: min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1, where H is `paired`, the E[x x^T] over the inputs
-    of C, if those are not all. Rounding W' is GPTAQ's asymmetric calibration (Li et al., arXiv:2504.02692) solved for
-    all columns at once. `correction` (K, K) is C H^-1. If there are fewer `rows` of weights than columns, each row
-    is moved by itself, which needs fewer products (but more memory with `paired`, so not then). `by_rows` calls a
-    row-wise function of (n, K) for all rows of a tensor, which several processes share.
+    With `cross` C = E[(exact - x) x^T], `target` shifts a weight W so that its outputs approximate those of the exact
+    (unquantized) inputs: min over W' of E |W exact - W' x|^2 gives W' = W + W C H^-1. Here H is `paired`, E[x x^T] over
+    the inputs of C, if these are a subset. Rounding W' is GPTAQ's asymmetric calibration (Li et al., arXiv:2504.02692)
+    solved for all columns at once. `correction` (K, K) is C H^-1. With fewer `rows` than columns, rows are shifted
+    directly, which takes fewer products (but more memory with `paired`, so not then). `by_rows` applies a row-wise
+    function to all rows of (n, K), possibly distributed over ranks.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class Feedback:
         self._by_group: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def by_group(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Order (K,) and factor (K, K), as `order` and `factor`, with every `size` neighbouring columns together."""
+        """Return order (K,) and factor (K, K) in which each `size` adjacent columns stay together."""
         if size not in self._by_group:
             groups = torch.argsort(self.importance.view(-1, size).sum(1), descending=True, stable=True)
             order = (groups[:, None] * size + torch.arange(size, device=groups.device)).flatten()
@@ -171,10 +170,10 @@ class Feedback:
         return self._by_group[size]
 
     def slopes(self, errors: RoundingErrors) -> torch.Tensor:
-        """Return E H (N, K) float32 for the `errors` E (N, K) of rounding in `order`, with H = `hessian`.
+        """Return E H, float32 (N, K), for the rounding errors E (N, K), with H = `hessian`.
 
-        `factor` has R R^T = H + diag(d), so E H = (E R) R^T - E diag(d), with half the products. And E R has
-        no dominating direction, unlike E H, so bfloat16 is precise enough for it.
+        Since R R^T = H + diag(d), E H = (E R) R^T - E diag(d), which halves the products. E R has no dominant
+        direction, unlike E H, so bfloat16 is precise enough.
         """
         if self._more is None:
             squares = sum(part.square().sum(1) for part in self.factor.split(SOLVED_COLUMNS, 1))
@@ -187,17 +186,17 @@ class Feedback:
         return found.T.contiguous()
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight to approximate, for `weight` (N, K) float32."""
+        """Return the weight that rounding should approximate, for `weight`, float32 (N, K)."""
         if self._cross is not None:
             return weight + _divided(self.order, self.factor, quick_product(weight, self._cross))
         return weight if self.correction is None else weight + quick_product(weight, self.correction)
 
 
 class RoundingErrors:
-    """Results of rounding columns (K, N) in order: the `errors` E^T of the weight itself, and the `residual` (E R)^T.
+    """Errors of rounding columns (K, N): `errors` is E^T, `residual` is (E R)^T, with R the factor.
 
-    Both are (K, N) in `quick_dtype`. R is the factor; E R is each column's error after compensation for the errors
-    of earlier columns, times R_kk.
+    Both are (K, N) in `quick_dtype`. A column of E R is its error after compensation for earlier columns, times
+    R_kk.
     """
 
     def __init__(self, columns: torch.Tensor) -> None:
@@ -208,7 +207,7 @@ class RoundingErrors:
 
 @contextmanager
 def _threads_for(elements: int) -> Iterator[None]:
-    """Use one thread while single columns of a small block are updated, as starting more costs more than it saves."""
+    """Use one thread for column updates of small blocks, where starting threads costs more than it saves."""
     before = torch.get_num_threads()
     if elements < PARALLEL_ELEMENTS:
         torch.set_num_threads(1)
@@ -221,11 +220,11 @@ def _threads_for(elements: int) -> Iterator[None]:
 def _blocks(
     columns: torch.Tensor, unit: Callable[[slice], torch.Tensor], step: int, past: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield per `step` columns: their range, their values with earlier errors, space for errors, their own shares.
+    """Yield, per `step` columns: range, values with earlier errors added, a buffer for errors, their feedback weights.
 
-    columns (K, N); unit(a to b) returns the shares (b, b - a) of errors that those columns take over, from their own
-    and earlier columns. A block's errors must be in their space when the next block is requested; all are written to
-    `past` (K, N), in its dtype, if given.
+    `columns` is (K, N). unit(a:b) returns the weights (b, b - a) by which columns a..b take over errors of columns
+    0..b. The caller fills the error buffer before requesting the next block; `past` (K, N), if given, receives all
+    errors.
     """
     if past is None:
         past = torch.empty(columns.shape, dtype=quick_dtype(columns.device), device=columns.device)
@@ -241,9 +240,9 @@ def _blocks(
 
 
 class ColumnGrids(NamedTuple):
-    """Grids of codes 0 to `top` by group and row: (code - zero) * scale; zeros may be fractions.
+    """Integer grids by group and row: value = (code - zero) * scale, codes 0 to `top`; zeros may be fractions.
 
-    scales and zeros (G, N) float32; group_of (K,) is the group of each column.
+    scales and zeros are float32 (G, N); group_of (K,) is each column's group.
     """
 
     scales: torch.Tensor
@@ -261,13 +260,13 @@ def round_columns(
     nearest: Callable[[torch.Tensor], torch.Tensor] | None = None,
     record: RoundingErrors | None = None,
 ) -> torch.Tensor:
-    """Round columns in their order; return codes (K, N) uint8.
+    """Round columns in order with error feedback; return codes, uint8 (K, N).
 
-    columns (K, N) float32 is the transposed weight in rounding order; factor (K, K) is `feedback_factor` in
-    that order, as is `grids.group_of`. If scales are not fixed beforehand, `fit` is called with the first column of
-    each `group` consecutive columns and their current values in the paper's form, (group, N), to set scales
-    and zeros of their group. `nearest` rounds columns / scales to integers (code - zero),
-    if not all of them up to `grids.top` are codes. `record` is filled if given.
+    `columns`, float32 (K, N), is the transposed weight in rounding order; `factor` (K, K), from `feedback_factor`, and
+    `grids.group_of` have the same order. If scales are not fixed in advance, `fit` is called at the first column of
+    each `group` consecutive columns, with their values (group, N) after feedback of earlier groups, and must set the
+    group's scales and zeros. `nearest` rounds column / scale to (code - zero) if some integers are not codes. `record`,
+    if given, receives the errors.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
     diagonal = torch.diagonal(factor)
@@ -302,9 +301,9 @@ def round_columns(
 def _fit_ahead(
     fit: Callable[[int, torch.Tensor], None], column: int, plain: torch.Tensor, block: torch.Tensor, unit: torch.Tensor
 ) -> None:
-    """Call `fit` with the values that a group's columns `plain` would have after all errors so far, without own errors.
+    """Call `fit` with the group's values after feedback of all earlier errors, but without errors within the group.
 
-    `block` has them with those errors, and the later columns; `unit` is their part of the shares.
+    `plain` are the group's original columns, `block` its columns with all errors, `unit` their feedback weights.
     """
     ahead = slice(len(plain))
     moved = torch.linalg.solve_triangular(unit[ahead, ahead].T, block[ahead] - plain, upper=False, unitriangular=True)
@@ -317,11 +316,11 @@ def round_groups(
     size: int,
     nearest: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Round `size` columns at a time, in their order: block LDLQ (Tseng et al., QuIP#, arXiv:2402.04396, section 4).
+    """Round `size` columns at a time: block LDLQ (Tseng et al., QuIP#, arXiv:2402.04396, section 4).
 
-    columns (K, N) float32 is the transposed weight in rounding order; factor (K, K) is `feedback_factor` in
-    that order. nearest(first, moved (size, N), metric (size, size)) rounds the columns from `first` on and gives their
-    values (size, N): the smaller e metric e^T for the change e of a row of `moved`, the smaller is the outputs' error.
+    `columns`, float32 (K, N), is the transposed weight in rounding order; `factor` (K, K), from `feedback_factor`, has
+    that order. nearest(first, moved (size, N), metric (size, size)) rounds the columns from `first` on; its values
+    (size, N) should minimize e metric e^T, e being the change of a row of `moved`.
     """
     count = len(columns)
     diagonal = torch.stack([factor[k : k + size, k : k + size] for k in range(0, count, size)])

@@ -1,9 +1,9 @@
-"""Uniform integer grids: the scale and zero of each group, by min/max or by a weighted search.
+"""Uniform integer grids: each group's scale and zero point, by min/max or a weighted search.
 
-A grid maps w to code = clamp(round(w / scale) + zero, 0, 2**bits - 1). Symmetric grids have zero = 2**(bits-1): their
-codes reach one step further down than up, and a searched scale may be negative, so that the extra step
-is on the side that needs it (as in ggml's Q4_0).
-Scales are rounded to float16 before use, because the checkpoint stores float16.
+A weight w becomes code = clamp(round(w / scale) + zero, 0, 2**bits - 1). Symmetric grids have zero = 2**(bits-1), so
+they reach one step further on the negative side. A searched scale may be negative, which moves the extra step to
+the side that needs it (as in ggml's Q4_0).
+Scales are rounded to float16 before use, because checkpoints store float16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TINY_SCALE = 2.0**-24  # the smallest float16 above zero
 
 @dataclass(frozen=True)
 class Grid:
-    """scales (N, G) float16 and zeros (N, G) uint8 of one layer, for codes of `bits` bits."""
+    """Scales, float16 (N, G), and zero points, uint8 (N, G), of a layer with `bits`-bit codes."""
 
     scales: torch.Tensor
     zeros: torch.Tensor
@@ -41,7 +41,7 @@ class Grid:
 
 
 def stored_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Round scales of either sign to float16 as stored, never to zero or infinity; float32 out."""
+    """Round scales of either sign to float16, avoiding zero and infinity; return float32."""
     size = scale.abs().clamp_(TINY_SCALE, 65504.0)
     return torch.copysign(size, scale).to(torch.float16).to(torch.float32)
 
@@ -62,9 +62,9 @@ def _range(groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int) ->
 
 
 class _Losses:
-    """Weighted squared errors of `groups` (n, G, group) on trial grids with scales and zeros (n, G).
+    """Evaluates trial grids, scales and zeros (n, G), on `groups` (n, G, group) by weighted squared error.
 
-    `middle`: the zero of all groups, if they share one. All trials use one scratch tensor.
+    `middle`: the common zero point of all groups, if any. Trials share one scratch buffer.
     """
 
     def __init__(self, groups: torch.Tensor, weight: torch.Tensor, top: int, middle: float | None) -> None:
@@ -73,7 +73,7 @@ class _Losses:
         self._scratch = torch.empty_like(groups)
 
     def steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """Return codes minus zeros (n, G, group), valid until the next call."""
+        """Return codes minus zeros (n, G, group); the buffer is reused by the next call."""
         codes = torch.div(self._groups, scale[..., None], out=self._scratch).round_()
         if self.middle is not None:
             return codes.clamp_(-self.middle, self.top - self.middle)
@@ -81,13 +81,13 @@ class _Losses:
         return codes.add_(zero[..., None]).clamp_(0, self.top).sub_(zero[..., None])
 
     def at(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """Return the errors (n, G) with these scales and zeros."""
+        """Return the weighted squared errors (n, G) for these scales and zeros."""
         steps = self.steps(scale, zero)
         error = torch.addcmul(self._groups, steps, scale[..., None], value=-1, out=self._scratch)
         return error.square_().mul_(self._weight).sum(-1)
 
     def least_squares(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """Return the scales (n, G) with the least errors for the codes of these scales and zeros."""
+        """Return the least-squares scales (n, G) for the codes that these scales and zeros give."""
         c = self.steps(scale, zero)
         return (self._weight * self._groups * c).sum(-1) / (self._weight * c.square()).sum(-1).clamp(min=1e-30)
 
@@ -102,12 +102,12 @@ def fit_grid(
     search: bool | Literal["quick"] = False,
     least_zero: int = 0,
 ) -> Grid:
-    """Fit one grid to every row and group of `weight` (N, K) float32, groups of `group_size` adjacent columns.
+    """Fit a grid to each row and group of `group_size` adjacent columns of `weight`, float32 (N, K).
 
-    Without `search`, the grid spans the group's range. With it, the range is shrunk in steps, the scale is
-    refined in closed form, and the choice with the least squared error, weighted by `importance` ((K,), such as the
-    Hessian's diagonal), is used; a ``quick`` search tries four smaller ranges and refines none. `least_zero` is 1 for
-    GPTQ's layout, which cannot store a zero point of 0.
+    Without `search`, the grid spans the group's range. With it, smaller ranges are tried, scales are refined in closed
+    form, and the grid with the least squared error, weighted by `importance` (K,) (for example, the Hessian's
+    diagonal), wins. A ``quick`` search tries four smaller ranges without refinement. `least_zero` is 1 for GPTQ's
+    layout, which cannot store a zero point of 0.
     """
     columns = weight.shape[1]
     each = torch.ones(columns, device=weight.device) if importance is None else importance.to(torch.float32)
@@ -124,7 +124,7 @@ def fit_grid(
 def _fit_rows(
     groups: torch.Tensor, bits: int, symmetric: bool, each: torch.Tensor | None, quick: bool, least_zero: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zeros (n, G) float32 of groups (n, G, group); search them if there are weights `each`."""
+    """Return scales and zeros, float32 (n, G), for groups (n, G, group); error weights `each` enable the search."""
     full, zero = _range(groups, bits, symmetric, least_zero)
     scale = stored_scale(full)
     if each is None:
@@ -137,16 +137,16 @@ def _fit_rows(
 
 
 def _better(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return, by row and group, the one of two fits (4, n, G) with the smaller loss, the first of the four."""
+    """Return the better of two fits (4, n, G) for each row and group; the first of the four values is the loss."""
     return torch.where(other[0] < one[0], other, one)
 
 
 def _searched(
     losses: _Losses, full: torch.Tensor, zero: torch.Tensor, low: torch.Tensor, quick: bool, least_zero: int
 ) -> torch.Tensor:
-    """Return the best losses, scales, zeros and range shares, (4, n, G) float32, for scales of the sign of `full`.
+    """Return the best (losses, scales, zeros, range shares), float32 (4, n, G), for scales with the sign of `full`.
 
-    `full` (n, G) are the scales that span the groups; `low` are the groups' minima.
+    `full` (n, G) are scales that span the groups; `low` are the groups' minima.
     """
     symmetric, top = losses.middle is not None, losses.top
     # Symmetric codes reach one step less to one side, so slightly more than the range can be best.
@@ -183,7 +183,7 @@ def _searched(
 
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Tensor:
-    """Return codes (N, K) uint8 of `weight` (N, K), rounded to nearest."""
+    """Round `weight` (N, K) to the nearest codes, uint8 (N, K)."""
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     step = rows_together(weight, SLAB_ELEMENTS)
     for rows, *given in zip(*(t.split(step) for t in (codes, weight, grid.scales, grid.zeros)), strict=True):
@@ -194,9 +194,9 @@ def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Te
 
 
 def round_to_nearest(weight: torch.Tensor, group_size: int, bits: int, **how: Any) -> GroupedWeight:
-    """Round `weight` (N, K) float32 to the nearest codes of a grid, on its device, in groups of neighbouring columns.
+    """Fit a grid to `weight`, float32 (N, K), and round to nearest, in groups of adjacent columns.
 
-    `group_size` -1: a group is a whole row; `how` are the other arguments of `fit_grid`.
+    A `group_size` of -1 is the whole row; `how` holds the other arguments of `fit_grid`.
     """
     columns = weight.shape[1]
     size = columns if group_size == -1 else group_size
@@ -206,7 +206,7 @@ def round_to_nearest(weight: torch.Tensor, group_size: int, bits: int, **how: An
 
 
 def cast_finite(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return `tensor` in `dtype`; raises ValuesError if values beyond its range would become infinite."""
+    """Cast `tensor` to `dtype`; raise ValuesError if finite values would become infinite."""
     rounded = tensor.to(dtype)
     if not bool(torch.isfinite(rounded).all()):
         kind = str(dtype).removeprefix("torch.")

@@ -1,9 +1,9 @@
-"""Products in the processor's fastest float type: bfloat16 if it has hardware for it, else float32.
+"""Matrix products in the CPU's fastest float type: bfloat16 with hardware support, else float32.
 
-A processor without bfloat16 hardware (most of today's desktops and laptops) needs about seven times as long for it as
-for float32; an Intel processor with AVX-512's bfloat16 instructions, but without AMX (or if a virtual machine hides
-it), 1.6 times as long. There, the inputs and parts of the weight are converted to float32, the product is summed in
-float32 and rounded once, as the hardware does elsewhere.
+Without bfloat16 hardware (most desktops and laptops), a bfloat16 product takes about seven times as long as float32;
+on Intel CPUs with AVX-512 bfloat16 but no (visible) AMX, 1.6 times as long. There, inputs and parts of the
+weight are converted to float32, the product is accumulated in float32 and rounded once, as hardware does
+elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GPU_ELEMENTS = 1 << 26
 
 @cache
 def _has_units(dtype: torch.dtype) -> bool:
-    """Return whether the processor multiplies the dtype no slower than float32."""
+    """Return whether the CPU multiplies this dtype at least as fast as float32."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16 and _only_avx512(torch.cpu.get_capabilities()):
@@ -40,38 +40,38 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 
 def _only_avx512(processor: Mapping[str, Any]) -> bool:
-    """Return whether an x86 processor's fastest bfloat16 path does as many products per cycle as float32.
+    """Return whether an x86 CPU's fastest bfloat16 path has no more throughput than float32.
 
-    Intel's cores start one VDPBF16PS of 32 products a cycle, and two FMAs of 16 (https://uops.info); AMD's one of each.
+    Intel cores issue one VDPBF16PS (32 products) or two FMAs of 16 per cycle (https://uops.info); AMD one of each.
     """
     return str(processor.get("cpu_name", "")).startswith("Intel") and not processor.get("amx_bf16", False)
 
 
 def fast_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the fastest dtype to multiply `x` in on its device: its own, or float32."""
+    """Return the fastest dtype for products with `x` on its device: its own dtype, or float32."""
     return x.dtype if x.device.type != "cpu" or _has_units(x.dtype) else torch.float32
 
 
 def quick_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for float32 products that need few digits on `device`: bfloat16 or float32."""
+    """Return the dtype for approximate products of float32 values on `device`: bfloat16 or float32."""
     return torch.bfloat16 if device.type == "cpu" and _has_units(torch.bfloat16) else torch.float32
 
 
 def quick(values: torch.Tensor) -> torch.Tensor:
-    """Return float32 values in `quick_dtype`."""
+    """Cast float32 values to `quick_dtype`."""
     return values.to(quick_dtype(values.device))
 
 
 def product_in(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply a (M, K) float32 by b (K, N), `quick` or float32, in b's dtype; return (M, N) float32."""
+    """Multiply a, float32 (M, K), by b (K, N), float32 or in `quick_dtype`, in b's dtype; return float32 (M, N)."""
     return (a.to(b.dtype) @ b).to(torch.float32)
 
 
 def quick_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply a (M, K) by b (K, N) float32 in `quick_dtype`; return (M, N) float32. b is converted in column blocks.
+    """Multiply a (M, K) by b (K, N), both float32, in `quick_dtype`; return float32 (M, N). b is cast in column blocks.
 
-    In bfloat16, both factors and the result are rounded, to a relative error of 2^-9 at most, and sums are float32. Use
-    it for small corrections, and for directions from a point whose error is known.
+    In bfloat16, factors and result are rounded (relative error up to 2^-9), and sums are float32. Use it for small
+    corrections, or for search directions whose result is checked.
     """
     near = quick(a)
     if near.dtype == b.dtype:
@@ -80,7 +80,7 @@ def quick_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply x (..., K) by the transposed weight (N, K) and add bias (N,): (..., N), in their dtype."""
+    """Return x (..., K) times the transposed weight (N, K), plus bias (N,), in their dtype: (..., N)."""
     if fast_dtype(x) == x.dtype or x.numel() <= FEW_ROWS * x.shape[-1]:
         return LINEAR(x, weight, bias)
     values: torch.Tensor = _Widened.apply(x, weight, bias)
@@ -88,7 +88,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 class _Widened(torch.autograd.Function):
-    """`product` through float32; saves its inputs for gradients, not the converted tensors."""
+    """Autograd function for `product` via float32; it saves the original inputs, not the casts."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -123,17 +123,17 @@ class _Widened(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """A linear layer that calls `product`."""
+    """An `nn.Linear` that computes with `product`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias)
 
 
 def use_products(model: nn.Module) -> None:
-    """Change the linear layers of `model` to the class `Linear`, in place.
+    """Change the class of the model's linear layers to `Linear`, in place.
 
-    Replacing layers would miss second references to them: a skeleton of GPT-NeoX has its
-    output layer by the checkpoint's name and by transformers' name.
+    Replacing modules would miss aliases: GPT-NeoX skeletons register the output layer under the
+    checkpoint's name and transformers' name.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -141,7 +141,7 @@ def use_products(model: nn.Module) -> None:
 
 
 class products_everywhere(TorchFunctionMode):  # noqa: N801 - it is called like a function
-    """Within this context, linear layers of any class call `product`, for models that quantkit must not change."""
+    """Context manager: every `nn.Linear` computes with `product`, for models that must not be modified."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,10 +150,10 @@ class products_everywhere(TorchFunctionMode):  # noqa: N801 - it is called like 
 
 
 def elements_together(elements: int, device: torch.device) -> int:
-    """Return the number of elements to compute together: `elements` on the CPU, at least `GPU_ELEMENTS` elsewhere."""
+    """Return how many elements to process at once: `elements` on a CPU, at least `GPU_ELEMENTS` on a GPU."""
     return elements if device.type == "cpu" else max(elements, GPU_ELEMENTS)
 
 
 def rows_together(weight: torch.Tensor, elements: int) -> int:
-    """Return how many rows of `weight` (N, K) to compute together; `elements` is their size on the CPU."""
+    """Return how many rows of `weight` (N, K) to process at once; `elements` is the CPU's number of elements."""
     return max(1, elements_together(elements, weight.device) // weight.shape[1])

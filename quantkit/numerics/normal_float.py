@@ -1,4 +1,4 @@
-"""A weight as 4-bit codes of a table of 16 values with a scale per run of values, as packed by bitsandbytes.
+"""4-bit codes of a 16-value table with a scale per block of values, as packed by bitsandbytes (NF4, FP4).
 
 Paper: Dettmers et al., QLoRA, arXiv:2305.14314 (section 3: NF4 and double quantization).
 """
@@ -32,11 +32,11 @@ PIECE = 1 << 20  # values unpacked at a time
 
 @dataclass(frozen=True)
 class NormalFloatWeight:
-    """`packed` uint8 [N*K/2, 1], two codes a byte, the first one high; `parts` by bitsandbytes' names.
+    """A weight packed by bitsandbytes: `packed` uint8 [N*K/2, 1], two codes per byte, first one high; other `parts`.
 
-    absmax uint8 [N*K/64], the runs' scales, themselves on a table: nested_quant_map float32 [256], times nested_absmax
-    float32 [ceil(N*K/64/256)], plus an offset; or float32 without double quantization. quant_map float32 [16]. One of
-    `STATES`: uint8, the JSON of blocksize, dtype, shape and nested offset.
+    absmax, the block scales: float32 [N*K/64], or with double quantization uint8 codes of the table nested_quant_map
+    float32 [256], scaled by nested_absmax float32 [ceil(N*K/64/256)], plus an offset. quant_map: float32 [16]. One of
+    `STATES`: uint8, JSON with block size, dtype, shape and nested offset.
     """
 
     packed: torch.Tensor
@@ -44,17 +44,17 @@ class NormalFloatWeight:
 
     @property
     def kind(self) -> str:
-        """Return the codes' table, ``nf4`` or ``fp4``."""
+        """Return the code table's name, ``nf4`` or ``fp4``."""
         return next((kind for kind, state in STATES.items() if state in self.parts), "nf4")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return (N, K) from the state; raises ValueError."""
+        """Return the weight's shape (N, K) from the state; raise ValueError if it is invalid."""
         rows, columns = self._state()["shape"]
         return rows, columns
 
     def dense(self) -> torch.Tensor:
-        """Return the values (N, K) float32, without bitsandbytes; raises ValueError for mismatched parts."""
+        """Dequantize to float32 (N, K) without bitsandbytes; raise ValueError for inconsistent parts."""
         import torch
 
         state = self._state()
@@ -103,7 +103,7 @@ class NormalFloatWeight:
         return state
 
     def _part(self, name: str, dtype: str, count: int | None = None) -> torch.Tensor:
-        """Return one of the parts, flat; raises ValueError if it is missing or of another type or `count`."""
+        """Return a part, flattened; raise ValueError for a missing part, or another dtype or `count`."""
         part = self.parts.get(name)
         if part is None:
             raise ValueError(f"its {name} is missing")

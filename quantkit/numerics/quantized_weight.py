@@ -1,9 +1,9 @@
-"""A linear layer's weight as low-precision values times scales, and the rounding of its inputs by engines.
+"""Quantized weights of a linear layer, and the rounding of activations by engines.
 
-A GroupedWeight has integer codes with a scale and a zero for each output row and group of input columns. The values of
-a ScaledWeight are int8; float8_e4m3fn (Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433); or E2M1,
-a float of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3), with scales in E4M3 and one divisor (NVFP4) or in E8M0,
-powers of two (MXFP4, the same text, section 5.4.1).
+A GroupedWeight has integer codes with a scale and zero point per output row and group of input columns. A ScaledWeight
+has scaled values: int8; float8_e4m3fn (Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433); or E2M1
+4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3) with E4M3 scales and a global divisor (NVFP4), or with E8M0
+power-of-two scales (MXFP4, section 5.4.1).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """value[n, k] = (codes[n, k] - zeros[n, g_idx[k]]) * scales[n, g_idx[k]].
+    """A weight of integer codes: value[n, k] = (codes[n, k] - zeros[n, g_idx[k]]) * scales[n, g_idx[k]].
 
-    codes (N, K) uint8; scales (N, G) float16; zeros (N, G) uint8; g_idx (K,) int64; bits 2, 3, 4 or 8.
+    codes: uint8 (N, K); scales: float16 (N, G); zeros: uint8 (N, G); g_idx: int64 (K,); bits: 2, 3, 4 or 8.
     """
 
     codes: torch.Tensor
@@ -36,31 +36,31 @@ class GroupedWeight:
         return self.steps().mul_(self.spread(self.scales))
 
     def steps(self) -> torch.Tensor:
-        """Return codes minus zeros, (N, K) float32."""
+        """Return codes minus zeros, float32 (N, K)."""
         return self.codes.float().sub_(self.spread(self.zeros))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Spread values (N, G) of rows and groups over the groups' columns, (N, K) float32."""
+        """Expand per-group values (N, G) to columns, float32 (N, K)."""
         return values.float().index_select(1, self.g_idx)
 
     def group_order(self) -> torch.Tensor | None:
-        """Return the order (K,) int64 that makes each group's columns contiguous, or None if they already are."""
+        """Return a permutation, int64 (K,), that makes groups contiguous, or None if they already are."""
         order = self.g_idx.argsort(stable=True)
         return None if self.g_idx[order].equal(self.g_idx) else order
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sums (N, G) of values (N, K) over each group's columns."""
+        """Sum values (N, K) over each group's columns: (N, G)."""
         order = self.group_order()
         values = values if order is None else values.index_select(1, order)
         return values.reshape(*self.scales.shape, -1).sum(-1)
 
     def split(self, rows: int | list[int]) -> list[GroupedWeight]:
-        """Cut into layers of that many rows each (the last may have fewer), or of the given numbers of rows."""
+        """Split by rows: into pieces of `rows` rows (the last may be smaller), or of the listed sizes."""
         parts = zip(self.codes.split(rows), self.scales.split(rows), self.zeros.split(rows), strict=True)
         return [GroupedWeight(codes, scales, zeros, self.g_idx, self.bits) for codes, scales, zeros in parts]
 
     def with_rows(self, taken: torch.Tensor, other: GroupedWeight) -> GroupedWeight:
-        """Return this weight with the rows `taken` (N,) bool replaced by those of `other`, with the same groups."""
+        """Return a copy with the rows marked in `taken`, bool (N,), taken from `other`, which has the same groups."""
         import torch
 
         codes, scales, zeros = (
@@ -74,7 +74,7 @@ class GroupedWeight:
 
 
 def contiguous_groups(columns: int, group_size: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return the group index (columns,) int64 of each input column on `device`, for contiguous groups."""
+    """Return the group index of each column, int64 (columns,), for contiguous groups."""
     import torch
 
     return torch.arange(columns, device=device) // group_size
@@ -90,16 +90,16 @@ LEAST_FLOAT8_SCALE = 1 / (FLOAT8_TOP * 512)
 
 @dataclass(frozen=True)
 class InputRounding:
-    """Dynamic rounding of inputs to 8 bits, by the largest value of each token or of each `group` of its columns.
+    """Dynamic rounding of activations to 8 bits, scaled by the maximum of each token or `group` of its columns.
 
-    `kind` is ``int8`` (scale: largest / 127) or ``float8`` (largest / 448), as in vLLM's kernels.
+    `kind` is ``int8`` (scale = maximum / 127) or ``float8`` (maximum / 448), as in vLLM's kernels.
     """
 
     kind: str
     group: int | None = None
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return inputs (..., K) of any float dtype as the kernel rounds them, codes times scales, float32."""
+        """Return inputs (..., K) after rounding as the kernel does (codes times scales), float32."""
         import torch
 
         parts = x.to(torch.float32)
@@ -117,7 +117,7 @@ class InputRounding:
 
     @property
     def words(self) -> str:
-        """Describe the rounding in a few words."""
+        """Return a short description of the rounding."""
         bits = "8-bit integers" if self.kind == "int8" else "8-bit floats"
         each = "token" if self.group is None else f"token and {self.group} columns"
         return f"{bits} with a scale for each {each}"
@@ -125,11 +125,11 @@ class InputRounding:
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """value[n, k] = values[n, k] * scales[n // rows, k // columns] / divisor, `block` being (rows, columns).
+    """A weight of scaled values: value[n, k] = values[n, k] * scales[n // rows, k // columns] / divisor.
 
-    values (N, K): int8, float8_e4m3fn, or uint8 codes of E2M1. scales (ceil(N / rows), ceil(K / columns)): bfloat16,
-    float16 or float32; float8_e4m3fn with a divisor (1,) float32; uint8 exponents of E8M0. `inputs`: engines round
-    inputs.
+    `block` is (rows, columns). values (N, K): int8, float8_e4m3fn, or uint8 codes of E2M1. scales (ceil(N / rows),
+    ceil(K / columns)): bfloat16, float16 or float32; float8_e4m3fn with divisor float32 (1,); uint8 E8M0 exponents.
+    `inputs`: how engines round activations.
     """
 
     values: torch.Tensor
@@ -152,7 +152,7 @@ class ScaledWeight:
         return self.steps().mul_(factors)
 
     def steps(self) -> torch.Tensor:
-        """Return the values without scales, (N, K) float32."""
+        """Return the values without scales, float32 (N, K)."""
         import torch
 
         if self.values.dtype != torch.uint8:
@@ -161,7 +161,7 @@ class ScaledWeight:
         return table[self.values.to(torch.int32)]
 
     def factors(self) -> torch.Tensor:
-        """Return the scales over the divisor, float32, in their shape."""
+        """Return scales / divisor, float32."""
         import torch
 
         if self.scales.dtype == torch.uint8:
@@ -171,9 +171,9 @@ class ScaledWeight:
         return factors if self.divisor is None else factors / self.divisor
 
     def split(self, rows: int | list[int]) -> list[ScaledWeight]:
-        """Cut into layers of about that many rows each, in whole blocks, or of the given numbers of rows.
+        """Split by rows: into pieces of about `rows` rows, in whole blocks, or of the listed sizes.
 
-        Raises ValueError for a number of rows that cuts through a block.
+        Raises ValueError if a size cuts through a block.
         """
         high, total = self.block[0], self.shape[0]
         whole = len(self.scales) == 1

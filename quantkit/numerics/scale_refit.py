@@ -1,6 +1,6 @@
-"""Refit scales after rounding: with fixed codes, find the scales with the least output error, in closed form.
+"""Refit scales after rounding: for fixed codes, find the scales with the least output error, in closed form.
 
-Minimizes tr((W - S o C) H (W - S o C)^T) over the scales of each row's groups, C being codes minus zeros: linear least
+Minimizes tr((W - S o C) H (W - S o C)^T) over each row's group scales S, with C = codes - zeros: linear least
 squares with one unknown per group. Rows are independent.
 """
 
@@ -30,13 +30,13 @@ RoundedLayer = tuple[GroupedWeight, torch.Tensor | None]
 
 
 class PartedHessian:
-    """H (K, K) float32 split into V diag(s) V^T in float32, V (K, R) its leading directions, and a rest.
+    """H, float32 (K, K), split into V diag(s) V^T, with V (K, R) its leading eigenvectors, and a remainder.
 
-    The rest has the dtype of quick products, see numerics/matmul.py.
+    V and s are float32; the remainder is in `quick_dtype` (numerics/matmul.py).
 
-    Errors after fitting scales are nearly orthogonal to those directions, which can be 10^5 times the others: products
-    with all of H in bfloat16 would mostly be rounding error. If that dtype is float32, R is 0
-    and the rest is H itself. `order` (K,) int64 makes each group's columns contiguous, if they are not.
+    Errors after a refit are nearly orthogonal to V, whose eigenvalues can be 10^5 times the others: bfloat16 products
+    with the full H would be mostly rounding error. If `quick_dtype` is float32, R is 0 and the remainder is H.
+    `order` (K,) int64 makes groups contiguous if they are not.
     """
 
     def __init__(self, hessian: torch.Tensor, order: torch.Tensor | None = None) -> None:
@@ -59,7 +59,7 @@ class PartedHessian:
         return product_in(values, self._rest).addmm_(values @ self._vectors * self._sizes, self._vectors.T)
 
     def normal_equations(self, values: torch.Tensor, units: int) -> torch.Tensor:
-        """Return the normal equations of one part (n, K)."""
+        """Return the normal equations of `values` (n, K) in `units` contiguous groups: float64 (n, units, units)."""
         cut = (units, values.shape[1] // units)
         shares = torch.einsum("ngk,gkr->ngr", values.unflatten(1, cut), self._vectors.unflatten(0, cut))
         shares = shares.to(torch.float64)
@@ -67,10 +67,10 @@ class PartedHessian:
 
 
 class Refit:
-    """Fits the scales of layers whose codes approximate one weight, `target` (N, K) float32, for H = E[x x^T] (K, K).
+    """Refits scales of layers whose codes approximate `target`, float32 (N, K), for H = E[x x^T] (K, K).
 
-    The direction of the scales' change comes from each layer's own errors; the step from normal equations of its
-    values. From `ALIKE_BITS` bits on, the first layer's equations serve all, as all layers are near the target.
+    The direction of the change comes from a layer's own errors, the step size from the normal equations of its values.
+    From `ALIKE_BITS` bits on, the first layer's equations serve all later ones, since all are close to the target.
     """
 
     def __init__(self, target: torch.Tensor, hessian: PartedHessian) -> None:
@@ -79,9 +79,9 @@ class Refit:
         self._normals: list[torch.Tensor] = []
 
     def __call__(self, layer: GroupedWeight, slopes: torch.Tensor | None = None) -> tuple[GroupedWeight, torch.Tensor]:
-        """Return `layer` with refitted scales, and each row's error (N,) float64; `slopes`: see `RoundedLayer`.
+        """Return `layer` with refitted scales, and each row's error, float64 (N,); `slopes` as in `RoundedLayer`.
 
-        A row whose error would not fall keeps its scales.
+        Rows that would not improve stay unchanged.
         """
         columns, groups = layer.shape[1], layer.scales.shape[1]
         scales: list[torch.Tensor] = []
@@ -105,9 +105,9 @@ class Refit:
     def rounds(
         self, first: RoundedLayer, count: int, requantize: Callable[[GroupedWeight], RoundedLayer]
     ) -> GroupedWeight:
-        """Refit the `first` rounding, then round again and refit, until there were `count` roundings.
+        """Refit `first`, then alternate `requantize` and refit until there were `count` roundings.
 
-        Each row keeps its best result.
+        Each row gets its best result.
         """
         layer, error = self(*first)
         for _ in range(count - 1):
@@ -128,10 +128,10 @@ class Refit:
         stored: torch.Tensor,
         normal: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scales (n, G) float16 that replace the `stored` ones, and the rows' errors.
+        """Return new scales, float16 (n, G), in place of `stored`, and the rows' errors.
 
-        Errors, values and the errors' slopes are (n, K), with contiguous groups; `normal` is (n, G, G) float64.
-        The unknowns are the relative changes of the scales.
+        `errors`, `values` and `slopes` are (n, K) with contiguous groups; `normal` is float64 (n, G, G). The unknowns
+        are relative changes of the scales.
         """
         aimed = unit_sums(slopes * values, stored.shape[1])
         growth = 1 + solve_rows(normal, aimed, RIDGE)
@@ -144,9 +144,10 @@ class Refit:
 
 
 def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units: int) -> torch.Tensor:
-    """Return p_g^T H_gh q_h (n, P * U, P * U) float64 for all parts p, q of a row and contiguous units g, h of columns.
+    """Return the normal-equation matrices p_g^T H_gh q_h, float64 (n, P * U, P * U), of n rows.
 
-    `parts` are P of (n, K) float32, of `units` U each; hessian (K, K) is float32 or `quick`.
+    p, q are among the P `parts`, float32 (n, K); g, h among U = `units` contiguous column units. `hessian` (K, K):
+    float32 or `quick`.
     """
     rows, columns = parts[0].shape
     size, count = columns // units, len(parts)
@@ -166,26 +167,26 @@ def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units
 
 
 def unit_sums(values: torch.Tensor, units: int) -> torch.Tensor:
-    """Return the sums (n, units) float64 over contiguous columns of (n, K)."""
+    """Sum values (n, K) over `units` contiguous units of columns: float64 (n, units)."""
     return values.view(len(values), units, -1).sum(-1).to(torch.float64)
 
 
 def solve_rows(normal: torch.Tensor, aimed: torch.Tensor, ridge: float, near: torch.Tensor | float = 0) -> torch.Tensor:
-    """Return s (n, U) with the least s^T N s - 2 a^T s per row, for `normal` N (n, U, U) and `aimed` a (n, U), float64.
+    """Return s (n, U) that minimizes s^T N s - 2 a^T s per row, for `normal` N (n, U, U) and `aimed` a (n, U), float64.
 
-    The share `ridge` of the mean diagonal pulls them towards `near` (n, U).
+    A ridge of `ridge` times the mean diagonal pulls s towards `near` (n, U).
     """
     held = ridge * torch.diagonal(normal, dim1=1, dim2=2).mean(1)[:, None] + 1e-30
     return torch.linalg.solve(normal + torch.diag_embed(held.expand_as(aimed)), aimed + held * near)
 
 
 def better_rows(normal: torch.Tensor, aimed: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return rows (n, U) of `new` where s^T N s - 2 a^T s is less than for `old`, else of `old`."""
+    """Return, row by row, `new` (n, U) where it lowers s^T N s - 2 a^T s, else `old`."""
     better = row_errors(normal, aimed, new) < row_errors(normal, aimed, old)
     return torch.where(better[:, None], new, old)
 
 
 def row_errors(normal: torch.Tensor, aimed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return s^T N s - 2 a^T s (n,) float64 of each row's s (n, U)."""
+    """Return s^T N s - 2 a^T s for each row's s (n, U): float64 (n,)."""
     s = scales.to(torch.float64)
     return ((normal @ s[..., None])[..., 0] * s - 2 * aimed * s).sum(-1)

@@ -1,11 +1,11 @@
-"""Fit scales of rows, blocks and groups: by the largest value, or by a search for the least weighted squared error.
+"""Scales of rows, blocks and groups: from the maximum, or by a search for the least weighted squared error.
 
-A scale is searched among multiples of the largest value's scale, each rounded as stored, so the
-search is never worse. Integers gain from a smaller scale, which clips the largest values. Floats gain within an octave:
-a factor of two does not change their points, but within an octave the values of a row can be nearer to points.
+The search tries multiples of the maximum's scale, each rounded as stored, so it is never worse. Integers gain from
+smaller scales, which clip the largest values. Floats gain within one octave: a factor of two does not change the
+representable points, but other factors may bring them closer to the values.
 
-With error feedback: GPTQ's arithmetic (Frantar et al., arXiv:2210.17323) on these grids. Both are whole numbers times a
-scale: int8 all from -127 to 127, E2M1 the half steps 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
+With error feedback: GPTQ (Frantar et al., arXiv:2210.17323) on these grids, as integers times a scale: int8 uses -127
+to 127; E2M1 uses the half steps 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Store = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Points:
-    """The points that values are rounded to: the largest, the rounding `nearest`, and the `factors` of a search."""
+    """A set of representable values: its maximum `top`, the rounding function `nearest`, and search `factors`."""
 
     top: float
     nearest: Callable[[torch.Tensor], torch.Tensor]
@@ -52,17 +52,17 @@ class Points:
 
 
 def nearest_int8(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest integers from -127 to 127, float32."""
+    """Round to integers from -127 to 127; return float32."""
     return torch.round(x).clamp_(-INT8_TOP, INT8_TOP)
 
 
 def nearest_float8(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest values of float8_e4m3fn, float32."""
+    """Round to float8_e4m3fn; return float32."""
     return x.clamp(-FLOAT8_TOP, FLOAT8_TOP).to(torch.float8_e4m3fn).to(torch.float32)
 
 
 def nearest_half_steps(x: torch.Tensor) -> torch.Tensor:
-    """Return twice the nearest values of E2M1, for twice the numbers x, float32: integers from -12 to 12.
+    """Round to E2M1 in half steps: for twice the numbers, return twice their E2M1 values, integers from -12 to 12.
 
     Ties go to the even code.
     """
@@ -72,7 +72,7 @@ def nearest_half_steps(x: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_float4(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest values of E2M1, float32."""
+    """Round to E2M1; return float32."""
     return nearest_half_steps(2 * x).mul_(0.5)
 
 
@@ -83,12 +83,12 @@ MXFP4 = Points(FLOAT4_TOP, nearest_float4, NEIGHBOURS)
 
 
 def stored_bfloat16(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales rounded to bfloat16, never zero, as float32."""
+    """Round scales to bfloat16, avoiding zero; return float32."""
     return scale.clamp(min=LEAST_SCALE).to(torch.bfloat16).to(torch.float32)
 
 
 def stored_float8(divisor: float) -> Store:
-    """Return a function that rounds scales as NVFP4 stores them: float8_e4m3fn over a divisor, never zero."""
+    """Return a function that rounds scales as NVFP4 stores them: float8_e4m3fn / divisor, never zero."""
 
     def store(scale: torch.Tensor) -> torch.Tensor:
         size = (scale * divisor).clamp(2.0**-9, FLOAT8_TOP)
@@ -98,7 +98,7 @@ def stored_float8(divisor: float) -> Store:
 
 
 def stored_power(scale: torch.Tensor) -> torch.Tensor:
-    """Round scales as MXFP4 stores them: the power of two of the largest value scale * 6, plus one from 1.75 on."""
+    """Round scales to powers of two as MXFP4 stores them; a maximum (scale * 6) of 1.75 * 2^n or more rounds up."""
     exponents = torch.frexp(scale * (FLOAT4_TOP / SWITCH))[1] - 2
     exponents = torch.where(scale > 0, exponents, 0).clamp_(LEAST_EXPONENT, MOST_EXPONENT)
     return torch.ldexp(torch.ones_like(scale), exponents)
@@ -112,10 +112,10 @@ def fit_scales(
     search: bool = True,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return one scale per group of (..., size) float32: (...) float32, as `store` rounds it.
+    """Return one scale per group of (..., size), float32 (...), rounded by `store`.
 
-    With `search` the squared error weighted by `importance`, which broadcasts with the groups, is least among the
-    trials and no more than that of the largest value's scale.
+    With `search`, the scale minimizes the squared error weighted by `importance` (broadcast to the groups) among trials
+    that include the maximum's scale.
     """
     full = groups.abs().amax(-1) / points.top
     best = store(full)
@@ -138,7 +138,7 @@ def fit_scales(
 
 
 def round_rows(weight: torch.Tensor, points: Points, *, search: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values (N, K) float32 of `points` and scales (N, 1) float32, exact in bfloat16, for (N, K) float32."""
+    """Round `weight`, float32 (N, K), per row; return values (N, K) and bfloat16-exact scales (N, 1), float32."""
     values, scales = [], []
     for part in weight.split(rows_together(weight, SLAB_ELEMENTS)):
         scale = fit_scales(part, points, stored_bfloat16, search=search)[:, None]
@@ -148,7 +148,7 @@ def round_rows(weight: torch.Tensor, points: Points, *, search: bool = True) -> 
 
 
 def round_blocks(weight: torch.Tensor, points: Points, *, search: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round as `round_rows`, with a scale per block of 128 x 128: (ceil(N / 128), ceil(K / 128)) float32."""
+    """Round like `round_rows`, with a scale per 128 x 128 block: float32 (ceil(N / 128), ceil(K / 128))."""
     columns = weight.shape[1]
     values, scales = [], []
     for part in weight.split(BLOCK):
@@ -162,9 +162,9 @@ def round_blocks(weight: torch.Tensor, points: Points, *, search: bool = True) -
 
 
 def round_float8(weight: torch.Tensor, *, blocks: bool, search: bool = True) -> ScaledWeight:
-    """Round (N, K) float32 to float8_e4m3fn with bfloat16 scales of rows, or of blocks of 128 x 128.
+    """Round `weight`, float32 (N, K), to float8_e4m3fn with bfloat16 scales per row, or per 128 x 128 block.
 
-    Inputs are rounded by token, or by token and 128 columns.
+    Engines will round activations per token, or per token and 128 columns.
     """
     values, scales = (round_blocks if blocks else round_rows)(weight, FLOAT8, search=search)
     return ScaledWeight(
@@ -176,22 +176,22 @@ def round_float8(weight: torch.Tensor, *, blocks: bool, search: bool = True) -> 
 
 
 def round_int8(weight: torch.Tensor, *, search: bool = True) -> ScaledWeight:
-    """Round (N, K) float32 to int8 with bfloat16 scales of rows; inputs are rounded by token."""
+    """Round `weight`, float32 (N, K), to int8 with bfloat16 scales per row; activations are rounded per token."""
     values, scales = round_rows(weight, INT8, search=search)
     return int8_weight(values, scales)
 
 
 def int8_weight(values: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
-    """Return a layer of integers (N, K) with scales (N, 1), exact in bfloat16."""
+    """Return an int8 ScaledWeight from integers (N, K) and bfloat16-exact scales (N, 1)."""
     return ScaledWeight(
         values.to(torch.int8), scales.to(torch.bfloat16), (1, values.shape[1]), inputs=InputRounding("int8")
     )
 
 
 def divisor_of(largest: float) -> float:
-    """Return NVFP4's divisor for layers with this largest absolute value, for which the largest scale is 448.
+    """Return NVFP4's global divisor for a maximum absolute weight, such that the largest scale is 448.
 
-    Engines that fuse several layers use one divisor for all of them.
+    Layers that engines fuse must share one divisor.
     """
     divisor = torch.tensor(FLOAT8_TOP * FLOAT4_TOP) / torch.tensor(largest)
     return float(divisor) if largest > 0 and bool(torch.isfinite(divisor)) else 1.0
@@ -199,7 +199,7 @@ def divisor_of(largest: float) -> float:
 
 @dataclass(frozen=True)
 class Float4:
-    """A grid of 4-bit floats, ``nvfp4`` (with its divisor) or ``mxfp4``."""
+    """A 4-bit float grid: ``nvfp4`` with its global divisor, or ``mxfp4``."""
 
     kind: str
     divisor: float = 1.0
@@ -209,7 +209,7 @@ class Float4:
         return FLOAT4_GROUPS[self.kind]
 
     def fit(self, weight: torch.Tensor, *, search: bool, importance: torch.Tensor | None = None) -> torch.Tensor:
-        """Return scales (N, K / group) float32, rounded as stored, for (N, K) float32 and `importance` (K,)."""
+        """Return scales as stored, float32 (N, K / group), for `weight`, float32 (N, K), and `importance` (K,)."""
         points, store = (NVFP4, stored_float8(self.divisor)) if self.kind == "nvfp4" else (MXFP4, stored_power)
         weights = None if importance is None else importance.view(-1, self.group)
         parts = [
@@ -219,7 +219,7 @@ class Float4:
         return torch.cat(parts)
 
     def weight(self, half_steps: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
-        """Return the layer of half steps (N, K), integers from -12 to 12, and scales from `fit`."""
+        """Return a ScaledWeight from half steps (N, K), integers from -12 to 12, and scales from `fit`."""
         size = half_steps.abs().to(torch.uint8)
         codes = torch.where(size <= 4, size, torch.where(size < 8, 5, torch.where(size < 12, 6, 7))).to(torch.uint8)
         codes += 8 * (half_steps < 0).to(torch.uint8)
@@ -237,9 +237,9 @@ class Float4:
 
 
 def int8_with_feedback(weight: torch.Tensor, moments: Feedback) -> ScaledWeight:
-    """Round (N, K) float32 to int8 rows with a small output error, by the moments of the inputs.
+    """Round `weight`, float32 (N, K), to int8 with error feedback, using the inputs' moments.
 
-    After rounding, each row gets the scale with the least output error, if a better one exists in bfloat16.
+    Then refit each row's scale to the least output error, if that is better after rounding to bfloat16.
     """
     target = moments.target(weight)
     weighted = _importance(moments)
@@ -257,7 +257,7 @@ def int8_with_feedback(weight: torch.Tensor, moments: Feedback) -> ScaledWeight:
 
 
 def float4_with_feedback(weight: torch.Tensor, moments: Feedback, grid: Float4, *, search: bool = True) -> ScaledWeight:
-    """Round (N, K) float32 to the grid: first scales of all groups, then columns in the moments' order."""
+    """Round `weight`, float32 (N, K), to the grid with error feedback; scales are fixed before rounding."""
     parts = []
     for part in weight.split(rows_together(weight, FEEDBACK_SLAB_ELEMENTS)):
         target = moments.target(part)
@@ -278,7 +278,7 @@ def _rounded(
     nearest: Callable[[torch.Tensor], torch.Tensor],
     top: float,
 ) -> torch.Tensor:
-    """Return integers (N, K) float32 from -top to top for scales (N, G) of contiguous groups."""
+    """Round with error feedback to integers -top to top, float32 (N, K), for scales (N, G) of contiguous groups."""
     order, columns = moments.order, target.shape[1]
     groups = torch.arange(columns, device=target.device) // (columns // scales.shape[1])
     by_group = scales.T.contiguous()

@@ -1,4 +1,4 @@
-"""Second moments of activations: E[x x^T] and E[y x^T], summed in float32, with half the work where it is symmetric."""
+"""Second moments of activations, E[x x^T] and E[y x^T], accumulated in float32; symmetric ones cost half."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SLAB_ROWS = 128  # rows of a permutation at a time
 
 
 class Gram:
-    """Sums x^T x of inputs (tokens, K); `mean` returns H (K, K) float32.
+    """Accumulates x^T x of inputs (tokens, K); `mean` returns H, float32 (K, K).
 
-    With `cross`, also sums (other - x)^T x, the cross moment of an input and its disturbance, over the first inputs,
-    for which `other` is given; `paired` is their own E[x x^T]. Products of bfloat16 inputs use the processor's
-    bfloat16 hardware if present, twice as fast as float32: summed in float32 inside a chunk, rounded to bfloat16
-    once (a relative error of 2^-9 at random, less in the sum), and summed over the chunks in float32.
+    With `cross`, it also accumulates (other - x)^T x over the first inputs, for which `other` (the undisturbed inputs)
+    is given; `paired` is E[x x^T] over these inputs alone. bfloat16 inputs use the CPU's bfloat16 hardware if present,
+    twice as fast as float32: each chunk is summed in float32 and rounded to bfloat16 once (relative error up to 2^-9,
+    random), and chunks are summed in float32.
     """
 
     def __init__(self, columns: int, device: torch.device, cross: bool = False) -> None:
@@ -33,7 +33,7 @@ class Gram:
         self._filled = 0
 
     def add(self, x: torch.Tensor, other: torch.Tensor | None = None) -> None:
-        """Add inputs (tokens, K) of any float dtype, and `other` (tokens, K) for the cross moment."""
+        """Add inputs (tokens, K) of any float dtype, and their undisturbed versions `other` for the cross moment."""
         if self._cross is not None and other is None and self._paired is None:
             self._sum_up()
             self._paired = self._sum.clone()
@@ -52,7 +52,7 @@ class Gram:
         self._cross_tokens += len(x) if other is not None else 0
 
     def join(self, sum_over: Callable[..., None]) -> None:
-        """Replace the sums by those of all ranks; `sum_over(*tensors)` sums each tensor over ranks, in place."""
+        """Sum over all ranks; `sum_over(*tensors)` sums each tensor over ranks in place."""
         self._sum_up()
         apart = self._paired is not None
         numbers = torch.tensor([self.tokens, self._cross_tokens, apart], dtype=torch.float64, device=self._sum.device)
@@ -75,26 +75,26 @@ class Gram:
         self._filled = 0
 
     def mean(self, keep: bool = False) -> torch.Tensor:
-        """Return H = E[x x^T], (K, K) float32; zeros without inputs. Gives its sum away unless `keep`."""
+        """Return H = E[x x^T], float32 (K, K); zeros without inputs. Unless `keep`, the sum's buffer is reused."""
         self._sum_up()
         return _whole(self._sum.clone() if keep else self._sum, self.tokens)
 
     def cross(self, keep: bool = False) -> torch.Tensor | None:
-        """Return C = E[(other - x) x^T], (K, K) float32, or None if not measured. Gives its sum away as `mean` does."""
+        """Return C = E[(other - x) x^T], float32 (K, K), or None. Unless `keep`, the sum's buffer is reused."""
         if self._cross is None:
             return None
         self._sum_up()
         return (self._cross.clone() if keep else self._cross).div_(max(self._cross_tokens, 1))
 
     def paired(self, keep: bool = False) -> torch.Tensor | None:
-        """Return E[x x^T] over the inputs of `cross`, or None if these are all. Gives its sum away as `mean` does."""
+        """Return E[x x^T] over the inputs of `cross`, or None if these are all. `keep` as in `mean`."""
         if self._paired is None:
             return None
         return _whole(self._paired.clone() if keep else self._paired, self._cross_tokens)
 
 
 def _whole(sums: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Divide the sums on and above the diagonal panels by `tokens`, in place, and mirror them below."""
+    """Divide the sums by `tokens` in place, and fill the lower triangle, which was not computed, by symmetry."""
     sums.div_(max(tokens, 1))
     for left in range(0, len(sums), PANEL):
         inside = sums[left : left + PANEL, left : left + PANEL]
@@ -104,7 +104,7 @@ def _whole(sums: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def permuted(matrix: torch.Tensor, order: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return matrix[order[i], order[j]] (K, K) for a matrix (K, K) and order (K,) int64, some rows at a time."""
+    """Return matrix[order[i], order[j]] (K, K), for `order` int64 (K,), computed in slabs of rows."""
     turned = torch.empty(matrix.shape, dtype=dtype or matrix.dtype, device=matrix.device)
     for to, rows in zip(turned.split(SLAB_ROWS), order.split(SLAB_ROWS), strict=True):
         to.copy_(matrix.index_select(0, rows).index_select(1, order))

@@ -1,8 +1,8 @@
-"""push: send an artifact to a repository on the Hugging Face Hub, in one commit.
+"""`quantkit push`: upload an artifact to a Hugging Face Hub repository, in one commit.
 
-It sends the verified files that the manifest names, the card for the hub, and scores of registered benchmarks. Large
-files go first, one by one (by Xet, or by LFS without hf_xet), so a repeated push skips those that arrived; then one
-commit names all files. No message holds the token.
+It uploads the verified files listed in the manifest, the model card, and scores of registered benchmarks. Large files
+are uploaded first, one by one (by Xet, or by LFS without hf_xet), so a repeated push skips those that arrived; one
+commit then adds all files. The token never appears in messages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ GO_ON = "Run the same command to continue."
 
 @dataclass(frozen=True)
 class Upload:
-    """One file: its `name` in the repository, size in bytes, hex sha256, and its bytes or path."""
+    """A file to upload: its `name` in the repository, size in bytes, hex sha256, and its content or local path."""
 
     name: str
     nbytes: int
@@ -69,7 +69,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """The files of a verified `artifact` for `repo`, and notes for the user."""
+    """The files of a verified `artifact` to upload to `repo`, and notes for the user."""
 
     repo: str
     artifact: Artifact
@@ -79,8 +79,8 @@ class PushPlan:
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of a push: the repository's URL and commit, and names of files that were sent, unchanged (`kept`),
-    and were removed because only the previous artifact had them.
+    """The result of a push: the repository's URL and commit, and the names of files that were sent, unchanged (`kept`),
+    or removed (they belonged only to the previous artifact).
     """
 
     url: str
@@ -101,15 +101,15 @@ def push(
     results: Sequence[str | Path] = (),
     progress: Progress | None = None,
 ) -> Pushed:
-    """Verify an artifact and send it to the repository `repo` (``user/name``) of the Hugging Face Hub, in one commit.
+    """Verify an artifact and upload it to the Hugging Face Hub repository `repo` (``user/name``), in one commit.
 
-    `create` makes the repository if it is missing; `private` makes it private, and refuses a public one. `base_model`
-    is the source's name on the hub, if it was a folder. `results` are reports of `quantkit eval-tasks`. The token comes
-    from the environment (HF_TOKEN) or `hf auth login`. Unchanged files are not sent again; files that only
-    the previous artifact had are removed in the same commit.
+    `create`: create the repository if it is missing. `private`: create it as private, and refuse a public one.
+    `base_model`: the source's name on the Hub, if it was a local folder. `results`: reports of `quantkit eval-tasks`.
+    The token comes from the environment (HF_TOKEN) or `hf auth login`. Unchanged files are not uploaded again; files
+    that only the previous artifact had are removed in the same commit.
 
-    Raises RecipeError for an invalid name, ArtifactError for a damaged artifact, ReportError for results of another
-    artifact, and HubError without a token, if the hub refuses or cannot be reached, and if the repository holds other
+    Raises RecipeError for an invalid name, ArtifactError for a damaged artifact, ReportError for another artifact's
+    results, and HubError if there is no token, the Hub refuses or cannot be reached, or the repository holds other
     files that engines would load.
     """
     token = token_of_user()
@@ -125,7 +125,7 @@ def plan_push(
     results: Sequence[str | Path] = (),
     progress: Progress | None = None,
 ) -> PushPlan:
-    """Return what `push` would send, without network and token. Raises what `push` raises."""
+    """Return what `push` would upload, without network or token. Raises the same errors as `push`."""
     for name, what in ((repo, "--repo"), (base_model, "--base-model")):
         if name is not None:
             _refuse_name(name, what)
@@ -153,7 +153,7 @@ def plan_push(
 
 
 def _refuse_name(repo: str, what: str) -> None:
-    """Raise RecipeError unless a name is a valid ``user/name`` of the hub."""
+    """Raise RecipeError unless the name is a valid Hub id ``user/name``."""
     with suppress(HFValidationError):
         validate_repo_id(repo)
         if "/" in repo:
@@ -168,10 +168,10 @@ def _upload(name: str, data: bytes) -> Upload:
 
 
 def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str, list[str]]:
-    """Return the artifact's card for `repo`, and notes for the user.
+    """Return the artifact's model card for `repo`, and notes for the user.
 
-    `base_model` is the source's name on the hub, by default the manifest's if it came from there. Commands fetch the
-    folder from `repo`. Raises ArtifactError for a card without front matter.
+    `base_model` is the source's Hub id; default: the manifest's, if the source came from the Hub. The card's commands
+    download the folder from `repo`. Raises ArtifactError for a card without front matter.
     """
     text = read_text(artifact.folder / CARD, ArtifactError, most=MOST_CARD)
     head, metadata = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL), front_matter(text)
@@ -203,7 +203,7 @@ def hub_card(artifact: Artifact, repo: str, base_model: str | None) -> tuple[str
 
 
 def token_of_user() -> str:
-    """Return the user's token, from the environment or the login; raises HubError without one, or offline."""
+    """Return the user's Hub token from the environment or login; raise HubError if there is none, or if offline."""
     if constants.HF_HUB_OFFLINE:
         raise HubError("nothing can be pushed while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. Unset it.")
     try:
@@ -218,7 +218,7 @@ def token_of_user() -> str:
 
 
 def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Progress) -> Pushed:
-    """Send the files of a plan; raises HubError."""
+    """Upload the planned files and commit them; raise HubError."""
     api = HfApi(token=token, library_name="quantkit")
     with _hub_errors(f"{plan.repo} cannot be pushed to", token), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of libraries, and the hub's advice on a card
@@ -246,7 +246,7 @@ def send(plan: PushPlan, token: str, create: bool, private: bool, progress: Prog
 def _commit(
     api: HfApi, plan: PushPlan, sent: list[Upload], removed: list[str], parent: str | None, progress: Progress
 ) -> str:
-    """Send the large files one by one, then commit all changes; return the commit."""
+    """Upload large files one by one, then commit all changes; return the commit hash."""
     large = plan.artifact.manifest.weight_files
     operations = [_operation(upload, upload.name in large) for upload in sent]
     with progress.step(f"sending to {plan.repo}", sum(upload.nbytes for upload in sent) or 1) as advance:
@@ -265,7 +265,7 @@ def _commit(
 
 
 def _operation(upload: Upload, large: bool) -> CommitOperationAdd:
-    """Return the addition of a file to a commit, for the verified bytes only."""
+    """Return the commit operation that adds a file; it refuses content other than the verified bytes."""
     content = upload.content
     if isinstance(content, Path) and not large:
         content = content.read_bytes()
@@ -276,7 +276,7 @@ def _operation(upload: Upload, large: bool) -> CommitOperationAdd:
 
 
 def _is_there(upload: Upload, entry: Any) -> bool:
-    """Return whether the repository's file has these bytes, by its sha256, or git's hash of a small file."""
+    """Return whether the repository's file is identical, by sha256 or, for a small file, by git hash."""
     if entry is None or entry.size != upload.nbytes:
         return False
     if entry.lfs is not None:
@@ -286,7 +286,7 @@ def _is_there(upload: Upload, entry: Any) -> bool:
 
 
 def _outdated_files(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[str]:
-    """Return files that only the previously pushed artifact has, and its scores if its bytes differ."""
+    """Return files that only the previously pushed artifact had, and old scores if its bytes differ."""
     with temporary_folder() as folder:
         api.hf_hub_download(plan.repo, MANIFEST, local_dir=folder)
         try:
@@ -299,7 +299,7 @@ def _outdated_files(api: HfApi, plan: PushPlan, there: dict[str, Any]) -> list[s
 
 @contextmanager
 def _hub_errors(what: str, token: str) -> Iterator[None]:
-    """Raise HubError, ``WHAT: reason. FIX``, without the token, for any exception of a library inside."""
+    """Turn library exceptions inside the context into HubError, ``WHAT: reason. FIX``; the token is removed."""
     try:
         yield
     except QuantkitError:

@@ -1,8 +1,8 @@
-"""Scores on the hub's registered benchmarks, from reports of `quantkit eval-tasks`, as `.eval_results/*.yaml`.
+"""Convert reports of `quantkit eval-tasks` to the Hub's benchmark scores, `.eval_results/*.yaml`.
 
-The hub shows them in percent, on the model's page and the benchmark's leaderboard. Format:
-https://huggingface.co/docs/hub/eval-results. `BENCHMARKS` lists the hub's benchmarks that are tasks of
-lm-evaluation-harness; other tasks are left out.
+The Hub shows the scores in percent on the model page and the benchmark's leaderboard. Format:
+https://huggingface.co/docs/hub/eval-results. `BENCHMARKS` lists Hub benchmarks that are lm-evaluation-harness
+tasks; other tasks are omitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AGAIN = "Write it again with: quantkit eval-tasks ARTIFACT --json FILE"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A dataset of the hub, the task of its ``eval.yaml``, and the harness's figure that is its score (0 to 1)."""
+    """A Hub benchmark: dataset, task in its ``eval.yaml``, and the harness metric (0 to 1) that is its score."""
 
     dataset: str
     task: str
@@ -49,10 +49,10 @@ BENCHMARKS = {
 
 
 def eval_results(paths: Iterable[str | Path], artifact: Artifact) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files of scores by their names in the repository, and notes on omitted tasks.
+    """Return the score files, by name in the repository, and notes on omitted tasks.
 
-    `paths` are reports of `quantkit eval-tasks`. Raises ReportError for a report of another artifact, of a part of the
-    samples, or of the user's own task definitions, and if two reports have the same task.
+    `paths` are reports of `quantkit eval-tasks`. Raises ReportError for a report of another artifact, of a subset of
+    the samples, or of user-defined tasks, and if two reports have the same task.
     """
     files: dict[str, bytes] = {}
     notes = []

@@ -1,1 +1,1 @@
-"""Records in files: recipes, manifests of artifacts, and reports of evaluations."""
+"""File records: recipes, artifact manifests, and evaluation reports."""

@@ -1,7 +1,7 @@
-"""The Artifact: a folder with standard files that other tools load, and a manifest, `quantkit.json`.
+"""Artifacts: folders with standard files that other tools load, and a manifest, `quantkit.json`.
 
-The manifest has the recipe, the source's hashes, package versions, and the sha256 of every file. It has no time
-and no paths, so the same recipe gives the same bytes. Artifacts are written to `OUT.partial`, verified and renamed.
+The manifest records the recipe, source hashes, package versions and every file's sha256. It has no time stamps or
+paths, so the same recipe gives the same bytes. Artifacts are written to `OUT.partial`, verified, then renamed.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class FileEntry(Strict):
-    """Size in bytes and hex sha256 of one file."""
+    """Size in bytes and hex sha256 of a file."""
 
     bytes: Count
     sha256: Sha256
 
 
 class AdapterEntry(Strict):
-    """An adapter that was merged into the source: its name and kind, and the sha256 of its files."""
+    """A LoRA adapter that was merged into the source: name, kind, and sha256 of its files."""
 
     name: str
     kind: Literal["LoRA", "rsLoRA", "DoRA"]
@@ -68,9 +68,9 @@ class AdapterEntry(Strict):
 
 
 class SourceEntry(WithSeldom):
-    """The checkpoint that the artifact was made from, and the adapters that were merged into it, in order.
+    """The source checkpoint of an artifact, with the adapters that were merged into it, in order.
 
-    For a multimodal model, `config` is the text half's; `kept` names the tensors outside the model, as stored.
+    For a multimodal model, `config` is the language model's; `kept` names the copied tensors outside it.
     """
 
     model: str
@@ -84,12 +84,12 @@ class SourceEntry(WithSeldom):
 
     @property
     def name(self) -> str:
-        """Return the names of the model and of merged adapters."""
+        """Return the name of the model, with the names of merged adapters."""
         return " + ".join([self.model, *(adapter.name for adapter in self.adapters)])
 
 
 class WeightError(Strict):
-    """Relative error ||W - W'|| / ||W|| over the tensors that changed."""
+    """Relative weight error ||W - W'|| / ||W|| over the tensors that changed."""
 
     mean: Share
     worst: Share
@@ -97,9 +97,9 @@ class WeightError(Strict):
 
 
 class CalibrationEntry(WithSeldom):
-    """The text that the model was calibrated on: `sequences` of `length` tokens, of `requested` ones.
+    """The calibration text: `sequences` of `length` tokens, out of `requested`.
 
-    `passages`: sketch of the sequences (`data/passages.py`), to recognize texts that contain some of them.
+    `passages`: fingerprint of the sequences (`data/passages.py`), to detect evaluation texts that overlap them.
     """
 
     text: str
@@ -111,7 +111,7 @@ class CalibrationEntry(WithSeldom):
 
     @property
     def sentence(self) -> str:
-        """Return the entry as a sentence."""
+        """Describe the calibration in a sentence."""
         fewer = f" (requested: {self.requested}; the text is too short)" if self.sequences < self.requested else ""
         return (
             f"calibrated on {self.sequences} sequences of {self.length} tokens{fewer} of {self.text}, "
@@ -120,7 +120,7 @@ class CalibrationEntry(WithSeldom):
 
 
 class Manifest(WithSeldom):
-    """The content of `quantkit.json`. `device` computed the weights, if it was not the CPU."""
+    """The content of `quantkit.json`; `device` is the device that computed the weights, None for the CPU."""
 
     schema_version: Literal[1] = 1
     recipe: ConvertRecipe
@@ -141,7 +141,7 @@ class Manifest(WithSeldom):
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """Return the notes, and the calibration sentence."""
+        """Return all notes, including the description of the calibration."""
         return (*self.notes, *([self.calibration.sentence] if self.calibration else []))
 
     def to_text(self) -> str:
@@ -150,7 +150,7 @@ class Manifest(WithSeldom):
 
 @dataclass(frozen=True)
 class Artifact:
-    """A finished artifact: `folder` and its `manifest`."""
+    """A finished artifact: its `folder` and `manifest`."""
 
     folder: Path
     manifest: Manifest
@@ -162,19 +162,19 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """Return the sha256 of the manifest without the model card's entry, which identifies all measured files."""
+        """Return the sha256 of the manifest without the model card's entry; it identifies all files but the card."""
         text = self.manifest.model_dump_json(exclude={"files": {CARD}})
         return hashlib.sha256(text.encode()).hexdigest()
 
     def added_files(self) -> list[str]:
-        """Return the names of files in the folder that are not in the manifest."""
+        """Return the names of files in the folder that the manifest does not list."""
         names = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
         return sorted(name for name in names if name != MANIFEST and name not in self.manifest.files)
 
     def refuse_changed_files(self) -> None:
-        """Compare every file with the manifest; raises ArtifactError at the first that differs.
+        """Check every file against the manifest; raise ArtifactError at the first difference.
 
-        An added file that an engine may load is refused, too; `added_files` lists others.
+        Unlisted files that an engine may load are also refused; `added_files` lists the others.
         """
         for name in self.added_files():
             if name.endswith(LOADABLE) and not name.startswith("."):
@@ -191,7 +191,7 @@ class Artifact:
 
 
 def open_artifact(path: str | Path) -> Artifact:
-    """Open an artifact folder by its manifest (file hashes are checked by `verify`). Raises ArtifactError."""
+    """Read an artifact folder's manifest; file hashes are checked by `verify`. Raises ArtifactError."""
     folder = path_of(path, ArtifactError)
     manifest_path = folder / MANIFEST
     if not folder.is_dir():
@@ -203,7 +203,7 @@ def open_artifact(path: str | Path) -> Artifact:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """Return the manifest in a file of an artifact's folder, checked against limits; raises ArtifactError."""
+    """Read and validate a manifest file; raise ArtifactError."""
     _refuse_link(path.parent, path)
     values = read_object(path, ArtifactError, AGAIN, MOST_MANIFEST)
     try:
@@ -220,7 +220,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _is_own(name: str) -> bool:
-    """Return whether this is a canonical name of a file in the folder."""
+    """Return whether this is a canonical name of a file inside the folder."""
     plain = PurePosixPath(name)
     usable = 0 < len(name) <= LARGEST_NAME and name.isprintable() and "\\" not in name
     return usable and not plain.is_absolute() and ".." not in plain.parts and str(plain) == name != "."
@@ -232,7 +232,7 @@ def _refuse_link(folder: Path, path: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Finish replacing a manifest whose writer was killed after it had replaced the model card."""
+    """Complete a manifest replacement that was interrupted after the model card was replaced."""
     new, card = folder / f"{MANIFEST}.new", folder / CARD
     if new.is_symlink() or not new.is_file() or not card.is_file():
         return
@@ -245,7 +245,7 @@ def _settle(folder: Path) -> None:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the installed packages that affect bytes."""
+    """Return the versions of installed packages that affect an artifact's bytes."""
     return dict(_installed(tuple(sys.path)))
 
 

@@ -1,6 +1,6 @@
-"""Recipes: frozen, strict records of requests, from a YAML file, a Python call or the command line.
+"""Recipes: frozen, strict records of what the user asks for, from YAML, Python or the command line.
 
-A *convert* recipe makes one artifact. A *compare* recipe makes and evaluates several and prints one table.
+A *convert* recipe makes one artifact. A *compare* recipe makes and evaluates several, and prints a table.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ PLAIN = (int, float, str, NoneType, dict, list, tuple)
 
 
 class Frozen(BaseModel):
-    """A frozen record; unknown keys are errors."""
+    """Base class of immutable records; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Strict(Frozen):
-    """A record of user input: ``true`` is not accepted as the number 1.
+    """Base class of user input records: types are not coerced, so ``true`` is not accepted as 1.
 
-    The command line makes its options out of the fields: name, type, default, and the description as help.
+    The command line derives its options from the fields: name, type, default, and the description as help.
     """
 
     @field_validator("*", mode="before")
@@ -63,7 +63,7 @@ SELDOM = ("adapters", "kept", "passages", "device")
 
 
 class WithSeldom(Strict):
-    """A record that omits `adapters`, `kept`, `passages` and `device` from files if they are empty."""
+    """A record that leaves empty `adapters`, `kept`, `passages` and `device` out of files."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class WithSeldom(Strict):
 
 @cache
 def _kinds(annotation: Any) -> set[Any]:
-    """Return all types in an annotation."""
+    """Return all types nested in an annotation."""
     return {annotation}.union(*map(_kinds, get_args(annotation)))
 
 
@@ -84,7 +84,7 @@ NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 def _plain(value: Any, longest: int = LARGEST_NAME) -> Any:
-    """Return `value`; raises ValueError if a string or number in it cannot be stored."""
+    """Return `value`; raise ValueError if it contains a string or number that cannot be stored."""
     if isinstance(value, str):
         if len(value) > longest:
             raise ValueError(f"a string of {len(value):,} characters is longer than {longest:,}")
@@ -115,7 +115,7 @@ Seed = Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
 
 
 class CalibrationSpec(Strict):
-    """The text that the model is calibrated on, cut into `sequences` pieces of `length` tokens."""
+    """The calibration text, to be cut into `sequences` pieces of `length` tokens."""
 
     text: Words | None = Field(None, description=f"{TEXTS}; default: WikiText-2 train, or the bundled sample")
     sequences: int = Field(64, ge=1, le=1 << 20, description="number of calibration sequences")
@@ -127,15 +127,15 @@ def _bits_as_text(value: Any) -> Any:
 
 
 def _in_label(value: Any) -> str:
-    """Return an option's value for a label: pairs as on the command line; a long value is cut, with a hash."""
+    """Format an option's value for a label; long values are cut and get a hash."""
     text = ",".join(f"{key}={part}" for key, part in value.items()) if isinstance(value, dict) else str(value)
     return cut(text, LONGEST_IN_LABEL, "...")
 
 
 class Variant(Strict):
-    """A method, its bits in its own terms, its options, and the format to write.
+    """A method with its bits and options, and the format to write.
 
-    Also read from ``METHOD`` and ``METHOD:BITS``.
+    May be written as ``METHOD`` or ``METHOD:BITS``.
     """
 
     method: Words = Field(
@@ -164,7 +164,7 @@ class Variant(Strict):
 
 
 class ConvertRecipe(Variant, WithSeldom):
-    """Everything that decides the bytes of one artifact."""
+    """Everything that determines the bytes of an artifact."""
 
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
@@ -174,7 +174,7 @@ class ConvertRecipe(Variant, WithSeldom):
 
 
 class ResourceSpec(Strict):
-    """The device of a conversion, and its memory limits."""
+    """Device and memory limits of a conversion."""
 
     device: Words = Field(AUTO, description=DEVICE)
     offload_gb: Gigabytes | None = Field(
@@ -185,7 +185,7 @@ class ResourceSpec(Strict):
 
     @property
     def max_memory(self) -> int | None:
-        """Return the most bytes of memory to use; None: free memory."""
+        """Return the memory limit in bytes; None means all free memory."""
         return None if self.max_memory_gb is None else int(self.max_memory_gb * 1e9)
 
 
@@ -193,7 +193,7 @@ KvCache = Literal["f16", "q8_0", "q4_0", "fp8"]
 
 
 class EngineSpec(Strict):
-    """The engine, its dtype, interpreter, device and cache; None: the format's default engine, with its defaults."""
+    """The engine with dtype, interpreter, device and cache; None: the default of the format or engine."""
 
     engine: Words | None = Field(None, description="engine; default: the format's native engine")
     dtype: Words | None = Field(None, description="dtype to compute in, for engines with a choice")
@@ -205,7 +205,7 @@ class EngineSpec(Strict):
 
 
 class MemoryLimits(Strict):
-    """Limits of memory during an evaluation."""
+    """Memory limits of an evaluation."""
 
     walk: bool | None = Field(
         None,
@@ -219,7 +219,7 @@ class MemoryLimits(Strict):
 
 
 class EvaluationSpec(Strict):
-    """What to measure, on which text, with which protocol."""
+    """What to measure, on which text, by which protocol."""
 
     text: Words | None = Field(
         None, description=f"{TEXTS}; default: WikiText-2 test, or the bundled sample without the hub"
@@ -261,7 +261,7 @@ Argument = Annotated[Words, AfterValidator(_server_reads)]
 
 
 class TaskSpec(Strict):
-    """The tasks to run, and how; `include` is a folder with further tasks, whose code is run."""
+    """The lm-evaluation-harness tasks to run; `include` is a folder with more tasks, whose code is run."""
 
     tasks: tuple[Words, ...] = Field(max_length=1000)
     include: Words | None = None
@@ -272,7 +272,7 @@ class TaskSpec(Strict):
 
 
 class ServeSpec(Strict):
-    """Which server to start, its address, and its limits."""
+    """The server to start, with its address and limits."""
 
     engine: Words | None = Field(
         None,
@@ -289,7 +289,7 @@ class ServeSpec(Strict):
 
 
 class LoadTestSpec(Strict):
-    """The requests to send to a server, and for how long."""
+    """The requests of a load test, and its duration."""
 
     concurrency: int | None = Field(
         None, ge=1, le=4096, description="most requests at once; default: 1, or 256 at a rate"
@@ -312,7 +312,7 @@ class LoadTestSpec(Strict):
 
 
 class CompareRecipe(Strict):
-    """Several variants of one model, evaluated alike."""
+    """Several variants of one model, evaluated under the same conditions."""
 
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
@@ -326,7 +326,7 @@ class CompareRecipe(Strict):
 
 
 class ModelRef(WithSeldom):
-    """A model: ``demo``, a folder, a file or a hub id, with its revision and LoRA adapters to merge into it."""
+    """A model: ``demo``, a folder, a file or a Hub id, with revision and LoRA adapters to merge."""
 
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
@@ -341,7 +341,7 @@ class ModelRef(WithSeldom):
 
 
 class SweepRecipe(Strict):
-    """The same variants of several models, evaluated alike."""
+    """The same variants for several models, evaluated under the same conditions."""
 
     models: tuple[ModelRef, ...] = Field(min_length=1, max_length=1000)
     variants: tuple[Variant, ...] = Field(max_length=1000)
@@ -360,14 +360,14 @@ class SweepRecipe(Strict):
 
 
 class ConvertRun(ConvertRecipe):
-    """A convert recipe in a file, with the device and the output folder."""
+    """A convert recipe file, with device and output folder."""
 
     device: Words = Field(AUTO, description=DEVICE)
     out: Words | None = None
 
 
 def _record_at(model: type[BaseModel], place: tuple[str | int, ...]) -> type[BaseModel]:
-    """Return the record with the value at `place` of `model`, such as ``("variants", 0, "bits")``."""
+    """Return the record class that holds the value at `place`, such as ``("variants", 0, "bits")``."""
     for part in place[:-1]:
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
         kinds = (annotation, *get_args(annotation))
@@ -392,7 +392,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> Recip
 
 
 def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
-    """Return `values` as a `model` record; a record is returned unchanged. Raises RecipeError."""
+    """Validate `values` as a `model` record; records are returned unchanged. Raises RecipeError."""
     try:
         record = model.model_validate(values)
     except ValidationError as error:
@@ -404,7 +404,7 @@ def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
 
 
 def take_fields(settings: dict[str, Any], record: type[M], names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Remove the values of a record's fields (default: all) from `settings`, and return the record."""
+    """Remove a record's fields (default: all) from `settings`; return them as a dict."""
     return {name: settings.pop(name) for name in names or tuple(record.model_fields) if name in settings}
 
 
@@ -413,7 +413,7 @@ ARGUMENTS: dict[str, type[Strict]] = {"model": ModelRef, "engine": EngineSpec, "
 
 
 def spec_of(model: type[M], settings: dict[str, Any], where: str, **given: Any) -> M:
-    """Return the record of `settings` and `given`; raises RecipeError, which names a misplaced field's record."""
+    """Build a record from `settings` and `given`; raise RecipeError, naming the record of a misplaced field."""
     for argument, record in ARGUMENTS.items():
         for name in settings.keys() & (record.model_fields.keys() - model.model_fields.keys()):
             value = f"{record.__name__}({'model=..., ' if argument == 'model' else ''}{name}=...)"

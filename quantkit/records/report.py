@@ -1,4 +1,4 @@
-"""Reports of evaluations, stored as JSON so that figures can be traced and compared."""
+"""Evaluation reports, stored as JSON so that figures can be traced and compared."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ NAMES = {
 
 
 class Windows(Strict):
-    """How the text was cut: windows of at most `n_ctx` tokens, each evaluated from the logit `first` on.
+    """How the text was cut: windows of at most `n_ctx` tokens, each scored from position `first` on.
 
-    `scored` counts tokens over all windows. Protocols that evaluate documents one by one count `documents`, `words`
-    and `bytes`.
+    `scored` is the number of scored tokens in all windows. Protocols that score documents separately also set
+    `documents`, `words` and `bytes`.
     """
 
     protocol: str
@@ -53,9 +53,9 @@ class Windows(Strict):
 
 
 class Measurement(Strict):
-    """One figure: its unit, the number of observations `n`, and its standard error if it has one.
+    """A measured figure with its unit, number of observations `n`, and standard error if known.
 
-    A mean over evaluated positions has the `sums` of the windows, in order.
+    Means over token positions also have the `sums` of each window, in order.
     """
 
     name: str
@@ -67,13 +67,13 @@ class Measurement(Strict):
     sums: tuple[Finite, ...] = ()
 
     def text(self, digits: int) -> str:
-        """Return the value rounded to `digits`, and its standard error; a zero has no sign."""
+        """Return the value rounded to `digits`, with its standard error; zero has no sign."""
         error = "" if self.stderr is None else f" ± {self.stderr:.{digits}f}"
         return f"{self.value:z.{digits}f}{error}"
 
 
 class ModelEntry(Strict):
-    """The evaluated model. `digest` identifies its bytes; `name` is the source model's."""
+    """The evaluated model: `digest` identifies its bytes, `name` is the source model's."""
 
     label: str
     name: str
@@ -91,7 +91,7 @@ class TextEntry(Strict):
 
 
 class EngineEntry(Strict):
-    """The engine, the dtype and device that it computed with, and its notes."""
+    """The engine with the dtype and device it used, and its notes."""
 
     name: str
     version: str
@@ -102,15 +102,15 @@ class EngineEntry(Strict):
 
     @property
     def where(self) -> str:
-        """Return the engine's name, and its device if it is not the CPU."""
+        """Return the engine's name, with its device if that is not the CPU."""
         return self.name if self.device == "cpu" else f"{self.name}, {self.device.split()[0]}"
 
 
 class BaselineEntry(Strict):
-    """The baseline for divergences: how the source was computed, and two noise floors of every divergence.
+    """The baseline of divergences: how the source model was computed, and two noise floors.
 
-    `rounding` is the mean divergence in nats from storing states in float16; `noise` is that of the source computed in
-    bfloat16, with its standard error.
+    `rounding` is the mean divergence in nats caused by storing states in float16; `noise` is the divergence of the
+    source computed in bfloat16, with its standard error.
     """
 
     format: int
@@ -128,7 +128,7 @@ class BaselineEntry(Strict):
 
 
 class Hardware(Strict):
-    """The machine."""
+    """The machine that ran the evaluation."""
 
     cpu: str
     cores: Count
@@ -138,7 +138,7 @@ class Hardware(Strict):
 class Report(Strict):
     """All measurements of one model.
 
-    `fingerprint` is a hash of everything that affects them; a report is reused only if a new one would have the same.
+    `fingerprint` is a hash of everything that affects them; a report is reused only if the fingerprint is unchanged.
     """
 
     model: ModelEntry
@@ -153,11 +153,11 @@ class Report(Strict):
     fingerprint: str | None = None
 
     def find(self, name: str) -> Measurement | None:
-        """Return the first measurement of that name."""
+        """Return the first measurement with this name, or None."""
         return next((m for m in self.measurements if m.name == name), None)
 
     def quality(self) -> list[str]:
-        """Return lines of text: perplexity, protocol figures, divergence, notes."""
+        """Return text lines with perplexity, protocol figures, divergence and notes."""
         w = self.windows
         cut = f"{w.windows} windows of {w.n_ctx}" if w.documents is None else f"{w.documents} pages"
         named = (self.find(name) for name in (TEXT_RATES if w.documents else ("perplexity",)))
@@ -182,10 +182,10 @@ def _named(m: Measurement, digits: int) -> str:
 
 
 def noise_of(reports: Iterable[Report]) -> tuple[float, str]:
-    """Return the noise floor of a model's divergences in nats, and its description; 0 if none was measured.
+    """Return the noise floor of a model's divergences in nats, and its description; 0 if not measured.
 
-    If the source itself was evaluated in bfloat16, its divergence is the floor. Otherwise it is the baseline's figure,
-    which covers only the first windows of the text.
+    If the source was evaluated in bfloat16, the floor is its divergence. Otherwise it is the baseline's figure, which
+    covers only the first windows of the text.
     """
     reports = list(reports)
     for report in reports:
@@ -200,12 +200,12 @@ def noise_of(reports: Iterable[Report]) -> tuple[float, str]:
 
 
 def read_report(path: Path) -> Report:
-    """Read a report's JSON; raises ReportError."""
+    """Read a report's JSON file; raise ReportError."""
     return parse_report(read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
 
 
 def parse_report(values: object, where: str) -> Report:
-    """Parse a report's JSON values; raises ReportError for damaged values or figures that are not finite."""
+    """Parse a report's JSON values; raise ReportError for invalid values or figures that are not finite."""
     if not isinstance(values, dict):
         raise ReportError(f"{where} has no report. {AGAIN}")
     try:
@@ -223,12 +223,12 @@ def parse_report(values: object, where: str) -> Report:
 
 
 def this_machine() -> Hardware:
-    """Describe this machine."""
+    """Return a description of this machine."""
     return Hardware(cpu=processor_name(), cores=usable_cores(), memory_bytes=psutil.virtual_memory().total)
 
 
 class TaskReport(Strict):
-    """Accuracy on tasks: `results` by task and figure, with the harness's names."""
+    """Accuracy on tasks: `results` by task and metric, with lm-evaluation-harness's names."""
 
     model: ModelEntry
     engine: EngineEntry

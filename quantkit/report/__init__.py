@@ -1,1 +1,1 @@
-"""Reports and their presentation: records, statistics, table, plot, model card, HTML page."""
+"""Presentation of reports: statistics, tables, plots, model cards, HTML pages."""

@@ -1,7 +1,7 @@
-"""The model card: `README.md` of an artifact, with the front matter that the Hugging Face Hub reads.
+"""Model cards: the `README.md` of an artifact, with the front matter that the Hugging Face Hub reads.
 
-The card (template: card.md) says what was made from what and how to load it; `write_card` adds measurements. The
-manifest holds the card's hash, so the two are replaced together. Metadata: https://huggingface.co/docs/hub/model-cards
+The card (template: card.md) describes the artifact and how to load it; `write_card` adds measurements. The manifest
+holds the card's hash, so both are replaced together. Metadata: https://huggingface.co/docs/hub/model-cards
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ INHERITED = ("license", "license_name", "license_link", "language")
 
 @dataclass(frozen=True)
 class MethodText:
-    """A method's texts in the card: one line, the paper, and the library that loads its artifacts.
+    """A method's texts for the card: summary, paper, and the library that loads its artifacts.
 
-    `usage` is Markdown: how engines load the artifact in FOLDER. {file} becomes the name of the first weight file,
-    {transformers} the code that loads a folder with transformers.
+    `usage` is Markdown on loading the artifact in FOLDER. {file} becomes the first weight file's name, {transformers}
+    the code that loads a folder with transformers.
     """
 
     summary: str
@@ -60,9 +60,9 @@ def front_matter(text: str) -> dict[str, Any]:
 
 
 def inherited_metadata(folder: Path) -> dict[str, Any]:
-    """Return the metadata that a quantized copy inherits from the card of the source in `folder`.
+    """Return the metadata that an artifact inherits from the model card of the source in `folder`.
 
-    Unreadable cards, links out of the folder, and values that are not short texts, or lists of them, are left out.
+    Skipped: unreadable cards, links that leave the folder, and values other than short texts or lists of them.
     """
     card = folder / CARD
     try:
@@ -84,7 +84,7 @@ def _inheritable(value: object) -> bool:
 
 
 def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> str:
-    """Return the card of a new artifact without measurements; `inherited` is metadata of the source's card."""
+    """Return a new artifact's card, without measurements; `inherited` is metadata from the source's card."""
     recipe, source = manifest.recipe, manifest.source
     bits = re.search(r"\d+", recipe.bits or "")
     metadata = {
@@ -109,7 +109,7 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
 
 
 def templates(shown: Callable[[str], str], html: bool) -> Environment:
-    """Return this folder's templates: values pass through `shown`, except our own Markup; unknown names are errors."""
+    """Return this folder's jinja environment: `shown` filters values except Markup, and unknown names are errors."""
     made = Environment(
         loader=PackageLoader("quantkit", "report"),
         autoescape=html,
@@ -124,22 +124,22 @@ def templates(shown: Callable[[str], str], html: bool) -> Environment:
 
 
 def counts(tensor_types: Mapping[str, int]) -> str:
-    """Describe the tensors of an artifact by type."""
+    """List an artifact's tensor types, each with its number of tensors."""
     return ", ".join(f"{count} {kind}" for kind, count in tensor_types.items())
 
 
 def first_versions(versions: Mapping[str, str]) -> str:
-    """Describe the versions of the main packages."""
+    """List the versions of the main packages."""
     return ", ".join(f"{name} {number}" for name, number in list(versions.items())[:3])
 
 
 def weight_error(error: WeightError) -> str:
-    """Describe the relative error of the weights."""
+    """Describe the weights' relative error."""
     return f"mean {error.mean:.4f}, worst {error.worst:.4f} ({error.worst_tensor})"
 
 
 def convert_command(recipe: ConvertRecipe, folder: str) -> str:
-    """Return the command that makes an artifact of `recipe` in `folder`, without default values."""
+    """Return the command that makes an artifact of `recipe` in `folder`, omitting default values."""
     options: list[tuple[str, object]] = [("method", recipe.method), ("bits", recipe.bits), ("format", recipe.format)]
     options += [*sorted(recipe.options.items()), *(("adapter", adapter) for adapter in recipe.adapters)]
     default = CalibrationSpec()
@@ -156,7 +156,7 @@ def convert_command(recipe: ConvertRecipe, folder: str) -> str:
 
 
 def operand(text: str) -> str:
-    """Return `text` as an argument that cannot be taken for an option."""
+    """Return `text` in a form that the command line cannot mistake for an option."""
     return f"./{text}" if text.startswith("-") else text
 
 
@@ -170,9 +170,9 @@ def _measured(text: str) -> str:
 
 
 def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
-    """Put the table of `reports` into the artifact's card, and the new hash into the manifest; return the artifact.
+    """Write the table of `reports` into the card and the card's new hash into the manifest; return the artifact.
 
-    Raises ArtifactError if the card was changed, or has no place for the table.
+    Raises ArtifactError if the card was edited, or has no place for the table.
     """
     path = artifact.folder / CARD
     entry = artifact.manifest.files.get(CARD)
@@ -196,7 +196,7 @@ def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
 
 
 def add_card(folder: Path, manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> Manifest:
-    """Write the card of a new artifact into `folder`; return the manifest with its hash. See `render`."""
+    """Write a new artifact's card into `folder`; return the manifest with the card's hash. See `render`."""
     path = folder / CARD
     with create(path) as file:
         file.write(render(manifest, method, inherited))

@@ -1,7 +1,7 @@
 """Render a table as a self-contained HTML page: recommendation, matrix, plot, all figures, variants.
 
-page.html, page.css and page.js are jinja2 templates that escape all values. The page's policy lets the browser load
-nothing, and run only its own script.
+page.html, page.css and page.js are jinja2 templates that escape all values. The content security policy allows only the
+page's own script and loads nothing.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def page(
     max_bytes: float | None = None,
     server: Callable[[str], str | None] = lambda _format: None,
 ) -> str:
-    """Return the page as HTML.
+    """Return the HTML page.
 
-    `artifacts` are by digest; `remarks` go below the table's notes. The page recommends the smallest copy with at most
-    `max_kld` nats and the best of at most `max_bytes` (default: a third of float16). `server` returns the name of a
-    format's server, or None.
+    `artifacts` are by digest; `remarks` appear below the table's notes. The page recommends the smallest copy with a
+    KLD of at most `max_kld` nats, and the best copy of at most `max_bytes` (default: a third of float16). `server`
+    returns the name of a format's server, or None.
     """
     templates = environment()
     style = Markup(templates.get_template("page.css").render(colours=COLOURS))
@@ -90,7 +90,7 @@ def page(
 def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str]]:
     """Return the artifacts of comparisons and sweeps at `places`, by digest, and remarks on unreadable ones.
 
-    Only manifests are read. A report belongs to the artifact with its digest.
+    Only manifests are read. A report belongs to the artifact with the same digest.
     """
     found: dict[str, Artifact] = {}
     remarks = []
@@ -108,7 +108,7 @@ def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str
 
 
 def environment() -> Environment:
-    """Return the page's templates; every value is escaped and on one line."""
+    """Return the page's jinja environment, which escapes every value and puts it on one line."""
     made = templates(lambda text: one_line(text, LONGEST), html=True)
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     made.globals |= {"EMPTY": EMPTY, "LEGEND": LEGEND, "PERCENTILE": PERCENTILE, "STEPS": STEPS}
@@ -118,7 +118,7 @@ def environment() -> Environment:
 
 
 def _code(text: str) -> Markup:
-    """Return lines to copy, uncut."""
+    """Return lines for the user to copy, at full length."""
     return Markup("\n").join(escape(one_line(line, LONGEST_CODE)) for line in text.rstrip("\n").split("\n"))
 
 
@@ -128,13 +128,13 @@ def _policy_hash(inside: str) -> str:
 
 
 def _data_url(content: str) -> Markup:
-    """Return a data URL of `content`, gzipped."""
+    """Return `content`, gzipped, as a data URL."""
     packed = gzip.compress(content.encode("utf-8", "backslashreplace"), mtime=0)
     return Markup(f"data:application/gzip;base64,{base64.b64encode(packed).decode()}")
 
 
 def _without_sums(table: Table) -> Table:
-    """Return the reports without the windows' sums, and without fingerprints, which depend on the sums."""
+    """Return the table without per-window sums, and without fingerprints, which depend on them."""
     reports = []
     for report in table.reports:
         bare = tuple(m.model_copy(update={"sums": ()}) for m in report.measurements)
@@ -143,7 +143,7 @@ def _without_sums(table: Table) -> Table:
 
 
 def in_words(m: Measurement) -> str:
-    """Return a figure as text for a sentence."""
+    """Format a figure for use in a sentence."""
     if m.name == "weight_bytes":
         return megabytes(m.value)
     return f"{NAMES.get(m.name, m.name.replace('_', ' '))} {m.text(4 if m.name == 'kld' else 2)}"
@@ -155,8 +155,8 @@ def _value(report: Report, name: str) -> float:
 
 
 def answer(table: Table, model: str, max_kld: float, max_bytes: float | None) -> dict[str, Any]:
-    """Return the recommendation for a model: the smallest copy within the KLD limit, or the nearest; the best copy
-    within `max_bytes`, whether that is certain, and arguments against it; the fastest copy on each machine.
+    """Return a model's recommendation: the smallest copy within the KLD limit, or the nearest; the best copy
+    within `max_bytes`, whether it is significantly best, and caveats; the fastest copy on each machine.
     """
     variants = table.variants(model)
     copies = [report for report in variants if report.model.method is not None]
@@ -192,7 +192,7 @@ def answer(table: Table, model: str, max_kld: float, max_bytes: float | None) ->
 
 
 def _fastest(table: Table, model: str) -> Iterator[tuple[str, Report, str, bool]]:
-    """Yield (machine, its fastest copy, the speed, whether it is certain), by the figure that most copies have."""
+    """Yield (machine, fastest copy, speed, whether it is certain), compared by the figure that most copies have."""
     for part in table.parts:
         copies = [report for report in part.reports if report.model.method is not None and part.model == model]
         names = [m.name for report in copies for m in report.measurements if m.name.startswith(tuple(SPEEDS))]
@@ -208,7 +208,7 @@ def _fastest(table: Table, model: str) -> Iterator[tuple[str, Report, str, bool]
 
 
 def _best_report(reports: Sequence[Report], name: str) -> tuple[Report | None, bool]:
-    """Return the report with the best figure, and whether it is alone or the best beyond the error."""
+    """Return the report with the best figure, and whether it is the only one or significantly the best."""
     having = [(report, figure) for report in reports if (figure := report.find(name)) is not None]
     if not having:
         return None, False
@@ -218,7 +218,7 @@ def _best_report(reports: Sequence[Report], name: str) -> tuple[Report | None, b
 
 
 def divergence(report: Report) -> dict[str, Any] | None:
-    """Return a variant's divergence from the source: all figures, and the windows if recorded."""
+    """Return a variant's divergence from the source: all figures, and per-window values if recorded."""
     kld, w = report.find("kld"), report.windows
     if kld is None:
         return None
@@ -239,7 +239,7 @@ def divergence(report: Report) -> dict[str, Any] | None:
 
 
 def histogram(values: Sequence[float]) -> dict[str, Any]:
-    """Return a histogram of (W,) values as an SVG path with labels; it starts at 0 or at a negative minimum."""
+    """Return a histogram of values (W,) as an SVG path with labels; its axis starts at 0 or a negative minimum."""
     low, high = min(0.0, *values), max(values)
     width, counts = high - low, [0] * BINS
     for value in values:
@@ -255,7 +255,7 @@ def histogram(values: Sequence[float]) -> dict[str, Any]:
 
 
 def plot_data(table: Table, places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Return the plot's data: the axes, the points with standard errors, and the noise floors."""
+    """Return the plot's axes, points with standard errors, and noise floors."""
 
     def line(name: str) -> str:
         return one_line(name, LONGEST_LABEL)

@@ -1,7 +1,7 @@
-"""Plot perplexity against size relative to float16: one mark per variant, dashed lines for the sources.
+"""Plot perplexity against size relative to float16: a mark per variant, dashed lines for the sources.
 
-For one model, each method has a colour; for several, each model has one; many models get a small panel each.
-Labels are next to their marks and hide nothing; a label further away has a line to its mark.
+Colors stand for methods if there is one model, else for models; many models get a small panel each. Labels are next to
+their marks and cover nothing; a label further away has a line to its mark.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Boxes = NDArray[np.float64]  # (..., 4): left, low, right, high in pixels
 
 @dataclass(frozen=True)
 class Point:
-    """A variant's mark: its size relative to float16, its perplexity with the error, and its label.
+    """A variant's mark: size relative to float16, perplexity with its error, and label.
 
-    A perplexity that is too high is drawn at the upper edge, with the number in the label and no error.
+    A perplexity above the axis is drawn at the upper edge, with the number in the label and no error bar.
     """
 
     words: str
@@ -60,7 +60,7 @@ class Point:
 
 
 def draw(table: Table, folder: Path) -> list[Path]:
-    """Write perplexity-size.svg and .png of a table; return no path if no perplexity was measured."""
+    """Write a table's perplexity-size.svg and .png; return their paths, or none if no perplexity was measured."""
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.hashsalt": "quantkit", "font.size": 9}):
@@ -74,7 +74,7 @@ def draw(table: Table, folder: Path) -> list[Path]:
 
 
 def picture(table: Table) -> Figure | None:
-    """Draw the models that have perplexities, with labels; None if there are none."""
+    """Plot the models that have perplexities, with labels; return None if there are none."""
     from matplotlib.figure import Figure
 
     models = {model: points for model in table.models if (points := points_of(table, model))}
@@ -103,7 +103,7 @@ def picture(table: Table) -> Figure | None:
 
 
 def points_of(table: Table, model: str) -> list[Point]:
-    """Return the marks of a model's variants that have a perplexity and a size."""
+    """Return the marks of a model's variants that have perplexity and size."""
     measured = [
         (report.model, perplexity, bits)
         for report in table.variants(model)
@@ -125,7 +125,7 @@ def points_of(table: Table, model: str) -> list[Point]:
 
 
 def _draw_panel(axes: Any, models: dict[str, list[Point]], title: str | None) -> None:
-    """Draw everything but the labels."""
+    """Draw a panel without labels."""
     named: set[str] = set()
     for points in models.values():
         for method in dict.fromkeys(point.method for point in points):
@@ -150,7 +150,7 @@ def _draw_panel(axes: Any, models: dict[str, list[Point]], title: str | None) ->
 
 
 def obstacles(axes: Any, points: Sequence[Point]) -> Boxes:
-    """Return (N, 4) boxes that labels must avoid: marks, error bars, lines, dashed levels, the legend."""
+    """Return boxes (N, 4) that labels must avoid: marks, error bars, lines, dashed levels, the legend."""
     at = axes.transData.transform
     left, _, right, _ = axes.get_window_extent().extents
     boxes = [axes.get_legend().get_window_extent().extents]
@@ -168,7 +168,7 @@ def obstacles(axes: Any, points: Sequence[Point]) -> Boxes:
 
 
 def _write_labels(axes: Any, points: Sequence[Point]) -> None:
-    """Write each label where it costs least."""
+    """Place and draw all labels."""
     from matplotlib.textpath import TextPath
 
     pixels = axes.figure.dpi / 72
@@ -193,17 +193,17 @@ def _write_labels(axes: Any, points: Sequence[Point]) -> None:
 
 
 def _alignment(dx: int, dy: int) -> tuple[str, str]:
-    """Return matplotlib's horizontal and vertical alignment of a label at this offset from its mark."""
+    """Return matplotlib's horizontal and vertical alignment for a label at this offset from its mark."""
     return "left" if dx > 0 else "right", "center" if abs(dy) < abs(dx) else "bottom" if dy > 0 else "top"
 
 
 def place_labels(
     middles: Boxes, sizes: Sequence[tuple[float, float]], taken: Boxes, frame: Boxes, pixels: float
 ) -> list[tuple[int, int]]:
-    """Return for each label its offset from its mark, in points.
+    """Choose each label's offset from its mark, in points.
 
-    In pixels: `middles` (L, 2) of the marks, `sizes` of the L labels, `taken` (N, 4) boxes to avoid, `frame` (4,) that
-    contains all labels. `pixels` is the size of a point.
+    In pixels: mark centers `middles` (L, 2), label `sizes` (L), boxes to avoid `taken` (N, 4), and the `frame` (4,)
+    that must contain all labels. `pixels` is the size of a point.
     """
     shapes, costs = [], []
     for mark, (wide, tall) in zip(middles, sizes, strict=True):
@@ -233,9 +233,9 @@ def place_labels(
 
 
 def _place_in_order(order: list[int], shapes: Sequence[Boxes], costs: Sequence[Boxes]) -> tuple[float, dict[int, int]]:
-    """Place the labels in this order, each where it costs least; return total cost and spots.
+    """Place labels greedily in this order, each at its cheapest spot; return the total cost and the spots.
 
-    `shapes` (S, 1 + K, 4) have for each spot the box of the words, and points of the line to the mark.
+    `shapes` (S, 1 + K, 4) hold, per spot, the text's box and points of the line to the mark.
     """
     chosen: dict[int, int] = {}
     for _ in range(ROUNDS):
@@ -255,7 +255,7 @@ def _place_in_order(order: list[int], shapes: Sequence[Boxes], costs: Sequence[B
 
 
 def _overlap(boxes: Boxes, others: Boxes) -> NDArray[np.bool_]:
-    """Return which boxes overlap which others, (..., 4) each."""
+    """Return which boxes (..., 4) overlap which others."""
     overlap: NDArray[np.bool_] = np.all(
         (boxes[..., :2] <= others[..., 2:]) & (others[..., :2] <= boxes[..., 2:]), axis=-1
     )
@@ -263,7 +263,7 @@ def _overlap(boxes: Boxes, others: Boxes) -> NDArray[np.bool_]:
 
 
 def _distances(boxes: Boxes, points: Boxes) -> Boxes:
-    """Return the (B, P) distances in pixels from boxes to points; 0 inside."""
+    """Return distances (B, P) in pixels from boxes to points; 0 inside a box."""
     low, high = boxes[:, None, :2] - points, points - boxes[:, None, 2:]
     distances: Boxes = np.linalg.norm(np.maximum(np.maximum(low, high), 0), axis=-1)
     return distances

@@ -1,4 +1,4 @@
-"""Draw a grid of figures on a terminal, transposed if its columns do not fit, with the best figures marked."""
+"""Draw a grid of figures in a terminal, transposed if its columns do not fit; the best figures are marked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GAP = 3  # characters between two columns
 
 @dataclass(frozen=True)
 class FigureGrid:
-    """Cells by row; the first column names the rows. `marked` are (row, column) of best figures."""
+    """Cells by row, with row names in the first column; `marked` are the (row, column) of the best figures."""
 
     names: list[str]
     headers: list[str]
@@ -36,19 +36,19 @@ class FigureGrid:
         return text + "  " if any(column == other for _, other in self.marked) else text
 
     def width(self, column: int) -> int:
-        """Return the width of a column's cells, in characters."""
+        """Return a column's width in characters."""
         return max(self.cell(row, column).cell_len for row in range(len(self.names)))
 
 
 def plain_text(text: str) -> Text:
-    """Return a line without characters that steer the terminal."""
+    """Remove terminal control characters from a line."""
     return Text(one_line(text, LONGEST))
 
 
 def draw_grid(grid: FigureGrid, title: str, width: int, transpose: bool | None = None) -> Group:
-    """Draw the grid for a screen of `width` columns; with `transpose` None, transpose it if columns do not fit.
+    """Draw the grid for a terminal of `width` columns; `transpose` None: only if columns do not fit.
 
-    Columns that do not fit either way go into further tables.
+    Columns that still do not fit go into further tables.
     """
     headers = [str(plain_text(header)) for header in grid.headers]
     if transpose or (transpose is None and len(list(_parts(grid, headers, width))) > 1):
@@ -58,13 +58,13 @@ def draw_grid(grid: FigureGrid, title: str, width: int, transpose: bool | None =
 
 
 def _folded(title: str, width: int) -> str:
-    """Wrap a header to the width of the cells below it; long words stay whole."""
+    """Wrap a header to the width of its column; long words are not broken."""
     longest = max((len(word) for word in title.split()), default=0)
     return "\n".join(textwrap.wrap(title, max(width, longest), break_long_words=False))
 
 
 def _parts(grid: FigureGrid, headers: Sequence[str], width: int) -> Iterator[range]:
-    """Yield the ranges of columns that fit side by side, next to the names."""
+    """Yield ranges of columns that fit on the screen, next to the row names."""
     first = max(len(name) for name in grid.names) + GAP + 1
     widths = [max(grid.width(i), *map(len, header.split("\n"))) + GAP for i, header in enumerate(headers)]
     start = 0

@@ -1,6 +1,6 @@
-"""Means with standard errors, percentiles, and the best of several copies.
+"""Means with standard errors, percentiles, and tests for the best of several copies.
 
-Quality is compared window by window, on the same tokens, so the difficulty of a window cancels out. Formulas:
+Quality is compared window by window on the same tokens, so that a window's difficulty cancels out. Formulas:
 docs/evaluating/comparing.md.
 """
 
@@ -26,18 +26,18 @@ LEAST = 4  # windows or repeats for a reliable error
 
 
 def percentiles(values: list[float]) -> dict[str, float | str]:
-    """Return median, 90th and 99th percentile by name, as a measurement's details."""
+    """Return the median and the 90th and 99th percentiles by name, as a measurement stores them in its details."""
     return {name: float(np.percentile(values, at)) for name, at in PERCENTILES.items()}
 
 
 def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean of (N,) values and its standard error, for independent positions; NaN for fewer than two."""
+    """Return the mean of values (N,) and its standard error, assuming independence; NaN for fewer than two values."""
     error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return float(values.mean()), error
 
 
 def best(figures: Sequence[Measurement | None]) -> int | None:
-    """Return the index of the figure that is better than all others beyond the error of the differences, or None.
+    """Return the index of the figure that is significantly better than all others, or None.
 
     All figures must have the same name.
     """
@@ -65,7 +65,7 @@ def _better(one: Measurement, other: Measurement) -> bool:
 
 
 def student_t(freedom: int) -> float:
-    """Return the two-sided quantile of Student's t for `freedom` degrees of freedom."""
+    """Return the two-sided quantile of Student's t distribution with `freedom` degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

@@ -1,8 +1,8 @@
 """Tables that compare reports of one model's variants, or of several models and machines.
 
-Columns are variants, rows are measures, model by model. Figures of quality do not depend on the machine and have one
-row; figures of speed and memory have a row for each machine. Reports that were measured differently are refused; the
-error names the field that differs.
+Columns are variants, rows are measures, grouped by model. Quality figures do not depend on the machine and have one
+row; speed and memory figures have a row per machine. Reports measured under different conditions are refused; the error
+names the field that differs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ NOTES = {
 
 
 def escape_markdown(text: str) -> str:
-    """Return `text` on one line of Markdown, also for a table's cell: every reader shows it as it is."""
+    """Escape `text` so that Markdown shows it unchanged, on one line, also in a table cell."""
     return SPECIAL.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text, LONGEST))
 
 
@@ -119,7 +119,7 @@ MEASURES: tuple[tuple[str, str, Show], ...] = (
 
 
 def _measures(reports: Iterable[Report]) -> Iterator[tuple[str, str, Show]]:
-    """Yield (title, name of the figure, its formatter) for all figures of the reports, in order, by threads."""
+    """Yield (title, figure name, formatter) for all figures of the reports, in order; speeds by threads."""
     names = {m.name for report in reports for m in report.measurements}
     for title, prefix, show in MEASURES:
         found = [match for name in names if (match := re.fullmatch(rf"({prefix}\d*)(?:@(\d+))?", name))]
@@ -131,7 +131,7 @@ def _measures(reports: Iterable[Report]) -> Iterator[tuple[str, str, Show]]:
 
 @dataclass(frozen=True)
 class Row:
-    """A measure of one model: for each column its figure and cell, and the column of the best copy."""
+    """A measure of one model: each column's figure and cell, and the column of the best copy."""
 
     title: str
     figures: tuple[Measurement | None, ...]
@@ -153,7 +153,7 @@ def _is_quantized(report: Report) -> bool:
 
 
 def shared_fields(report: Report, machine: str) -> Iterator[tuple[str, object, object]]:
-    """Yield (field, the group of reports that must agree on it, its value) for all fields that figures depend on."""
+    """Yield (field, group, value) for all fields on which the reports of a group must agree to be comparable."""
     model, w, base = report.model.name, report.windows, report.baseline
     everywhere, part = "", (model, machine)
     if machine:
@@ -177,10 +177,10 @@ def shared_fields(report: Report, machine: str) -> Iterator[tuple[str, object, o
 
 @dataclass(frozen=True)
 class Table:
-    """Reports of variants, the sources first.
+    """Reports of variants; sources come first.
 
-    `machines` names the machine of each report; without it, all are of one model on one machine.
-    `missing`: what was not measured, and why. Raises ReportError for reports that cannot be compared.
+    `machines` gives each report's machine; without it, all are of one model on one machine. `missing`: what was not
+    measured, and why. Raises ReportError for reports that cannot be compared.
     """
 
     reports: tuple[Report, ...]
@@ -207,7 +207,7 @@ class Table:
 
     @property
     def parts(self) -> list[Part]:
-        """The reports of each model and machine."""
+        """Return the reports, grouped by model and machine."""
         found: dict[tuple[str, str], list[Report]] = {}
         for report, machine in self._placed:
             found.setdefault((report.model.name, machine), []).append(report)
@@ -215,17 +215,17 @@ class Table:
 
     @property
     def models(self) -> list[str]:
-        """The source models."""
+        """Return the names of the source models."""
         return list(dict.fromkeys(report.model.name for report in self.reports))
 
     @property
     def methods(self) -> list[str]:
-        """The methods of the copies."""
+        """Return the methods of the copies."""
         return list(dict.fromkeys(report.model.method for report in self.reports if report.model.method))
 
     @cached_property
     def _columns(self) -> list[tuple[str, list[tuple[Report, str]]]]:
-        """(label, reports with their machines) of each column."""
+        """Return (label, reports with their machines) of each column."""
         if not self.machines:
             return [(report.model.label, [(report, "")]) for report in self.reports]
         found: dict[str, list[tuple[Report, str]]] = {}
@@ -235,16 +235,16 @@ class Table:
 
     @property
     def columns(self) -> list[str]:
-        """Labels of the variants, the sources first."""
+        """Return the variants' labels, sources first."""
         return [label for label, _ in self._columns]
 
     def variants(self, model: str) -> list[Report]:
-        """Return one report for each variant of a model, from the first machine that has it."""
+        """Return one report per variant of a model, from the first machine that has it."""
         found = ([report for report, _ in pairs if report.model.name == model] for _, pairs in self._columns)
         return [reports[0] for reports in found if reports]
 
     def rows(self, model: str | None = None) -> list[Row]:
-        """Return all measures of a model (default: the first), by machine if there are several."""
+        """Return all measures of a model (default: the first one), by machine if there are several."""
         model = self.models[0] if model is None else model
         columns = [[pair for pair in pairs if pair[0].model.name == model] for _, pairs in self._columns]
         copies = [any(_is_quantized(report) for report, _ in pairs) for pairs in columns]
@@ -265,9 +265,9 @@ class Table:
         return rows
 
     def notes(self, full: bool = False) -> list[str]:
-        """Return the notes below the table, each once; notes on only some models or machines name them.
+        """Return the notes below the table, without repetitions; notes on some models or machines name them.
 
-        Without `full`: only notes that change how to read figures, each cut at its first colon, semicolon or bracket.
+        Without `full`: only notes that affect how figures are read, each cut at its first colon, semicolon or bracket.
         """
         about: dict[tuple[str, str], dict[str, None]] = {}
         engines: list[tuple[Report, str]] = []
@@ -291,7 +291,7 @@ class Table:
         return [*self.missing, *lines, *self._disagreements()]
 
     def _grouped(self, said: list[tuple[Report, str]]) -> Iterator[tuple[str, str]]:
-        """Yield each text once, with its variants."""
+        """Yield each distinct text with the variants it applies to."""
         found: dict[str, dict[str, dict[str, None]]] = {}
         for report, text in said:
             found.setdefault(text, {}).setdefault(report.model.name, {})[report.model.label] = None
@@ -300,7 +300,7 @@ class Table:
             yield text, ", ".join(f"{m} ({', '.join(v)})" if several else ", ".join(v) for m, v in models.items())
 
     def _disagreements(self) -> Iterator[str]:
-        """Yield notes on machines with different files, or with quality figures that differ beyond rounding."""
+        """Yield notes on machines with different files, or quality figures that differ by more than rounding."""
         pairs: dict[tuple[str, str], list[tuple[Report, str]]] = {}
         for report, machine in self._placed if self.machines else []:
             pairs.setdefault((report.model.name, report.model.label), []).append((report, machine))
@@ -323,7 +323,7 @@ class Table:
         return f"{self.columns[-1]}: {', '.join(shown)}"
 
     def drawn(self, width: int, transpose: bool | None = None) -> Group:
-        """Draw it for a screen of `width` columns; `transpose`: one row a variant, by default if columns do not fit."""
+        """Draw the table for a terminal of `width` columns, with a row per variant if `transpose` (None: if needed)."""
         grids = []
         for model in self.models:
             rows = self.rows(model)
@@ -333,7 +333,7 @@ class Table:
         return Group(*grids)
 
     def show(self, console: Console, *, transpose: bool | None = None, notes: bool = False) -> None:
-        """Print it with its short notes, or with `notes` all notes in full; see `drawn`."""
+        """Print the table with short notes, or with `notes` all notes in full; `transpose` as in `drawn`."""
         console.print(self.drawn(console.width, transpose))
         lines = self.notes(full=True) if notes else [*self.notes(), MORE]
         for line in [*([f"* {LEGEND}"] if self._has_best else []), *lines]:
@@ -344,7 +344,7 @@ class Table:
         return any(row.best is not None for model in self.models for row in self.rows(model))
 
     def to_markdown(self) -> str:
-        """Return GitHub Markdown, with full notes below a fold; the best copy of a row is bold."""
+        """Return GitHub Markdown, with full notes in a collapsed section; the best copy in each row is bold."""
 
         def line(cells: Iterable[str]) -> str:
             return f"| {' | '.join(cells)} |"
@@ -366,7 +366,7 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
-        """Return one line for each figure: model, machine if named, variant, measure, value, unit, error, n."""
+        """Return CSV with a line per figure: model, machine if named, variant, measure, value, unit, error, n."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         about = ["model", *(["machine"] if self.machines else []), "variant"]
@@ -380,7 +380,7 @@ class Table:
         return out.getvalue()
 
     def to_json(self) -> str:
-        """Return all reports in full, by machine if named."""
+        """Return all reports in full as JSON, by machine if named."""
         parts = [
             {**({"machine": machine} if machine else {}), "reports": [report.model_dump() for report in reports]}
             for _, machine, reports in self.parts
@@ -389,7 +389,7 @@ class Table:
 
 
 def _how_measured(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, str]]:
-    """Yield ("model" or "machine", a line about it): how reports of one model and machine were measured."""
+    """Yield ("model" or "machine", text): how the reports of one model and machine were measured."""
     one, w = reports[0], reports[0].windows
     names = {m.name.partition("@")[0] for report in reports for m in report.measurements}
     text = one.text.name + (" (not WikiText: compare only within this table)" if one.text.bundled else "")
@@ -417,9 +417,9 @@ def _how_measured(reports: Sequence[Report], full: bool) -> Iterator[tuple[str, 
 
 
 def join_tables(tables: Iterable[tuple[str | None, Table]]) -> Table:
-    """Join tables, each with its machine's label; None means its processor and device names.
+    """Join tables given with their machines' labels; None means the processor and device names.
 
-    Reports of one model and machine become one part. Raises ReportError.
+    Reports of one model and machine form one part. Raises ReportError.
     """
     parts: dict[tuple[str, str], list[Report]] = {}
     for label, table in tables:
@@ -444,7 +444,7 @@ def join_tables(tables: Iterable[tuple[str | None, Table]]) -> Table:
 
 
 def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
-    """Read the tables at places: ``PATH`` or ``LABEL=PATH`` of a file, or of a folder with table.json."""
+    """Read tables from ``PATH`` or ``LABEL=PATH``: a file, or a folder with table.json."""
     found: list[tuple[str | None, Table]] = []
     for place in places:
         label, path = split_label(place)
@@ -462,7 +462,7 @@ def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
 
 
 def split_label(place: str) -> tuple[str | None, Path]:
-    """Split ``LABEL=PATH`` or ``PATH`` into label, if any, and path; raises ReportError."""
+    """Split ``LABEL=PATH`` or ``PATH`` into (label or None, path); raise ReportError."""
     label, equals, rest = place.partition("=")
     path = path_of(place, ReportError)
     if not equals or path.exists():
@@ -473,7 +473,7 @@ def split_label(place: str) -> tuple[str | None, Path]:
 
 
 def read_tables(path: Path) -> list[tuple[str | None, Table]]:
-    """Read a JSON file (a table or one report): (label of the machine, table) of each part; raises ReportError."""
+    """Read a JSON file, a table or a report; return (machine label, table) of each part. Raises ReportError."""
 
     values = read_object(path, ReportError)
     if "model" in values and "measurements" in values:

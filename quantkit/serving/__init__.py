@@ -1,1 +1,1 @@
-"""Start a server for an artifact, and measure a server."""
+"""Start a server for an artifact, and load-test servers."""

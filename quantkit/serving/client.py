@@ -1,7 +1,7 @@
-"""One streamed request to a server with OpenAI's API, and its result.
+"""A client for one streamed request to an OpenAI-compatible server.
 
 https://platform.openai.com/docs/api-reference/completions: the answer is a stream of server-sent events, each with a
-JSON object, ended by `[DONE]`. `send` always returns within its timeouts, and names the failure.
+JSON object, ended by `[DONE]`. `send` always returns within its timeouts, and records how a request failed.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ KIND_OF: dict[type[Exception], str] = {
 class Answer:
     """The result of one request; times are `time.perf_counter()` in seconds.
 
-    `due` is when it should have been sent, `stamps` when each chunk of text arrived. `prompt_tokens`, `new_tokens` and
-    `reason` (the finish reason) come from the server, None or empty if not reported. `kind` is OK or the kind of
-    failure, `message` an example.
+    `due`: when it should have been sent. `stamps`: when each text chunk arrived. `prompt_tokens`, `new_tokens` and
+    `reason` (finish reason) are the server's, None or empty if not reported. `kind`: OK or the kind of failure;
+    `message`: its text.
     """
 
     due: float
@@ -70,17 +70,17 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Return the server's count of new tokens, else the number of text chunks."""
+        """Return the number of new tokens reported by the server, else the number of text chunks."""
         return len(self.stamps) if self.new_tokens is None else self.new_tokens
 
 
 class _Failure(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a request with a kind of failure that is not an exception of the client, and an example."""
+    """Raised to end a request with a failure kind that no client exception covers, and an example message."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's base URL, such as ``http://127.0.0.1:8000/v1``, the name of the model there, and the API to use."""
+    """A server's base URL, such as ``http://127.0.0.1:8000/v1``, with the model's name there and the API to use."""
 
     url: str
     model: str
@@ -104,11 +104,11 @@ class Endpoint:
 
     @property
     def shown(self) -> str:
-        """Return the URL without a password."""
+        """Return the URL without its password."""
         return str(httpx2.URL(self.url).copy_with(username=None, password=None))
 
     def without_secrets(self, text: str) -> str:
-        """Return the beginning of a message as one printable line, without the key and the password."""
+        """Return the beginning of a message as one printable line, without key and password."""
         parts = httpx2.URL(self.url)
         plain = [secret for secret in (self.key, parts.password) if secret]
         if parts.password:
@@ -120,7 +120,7 @@ class Endpoint:
         return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # an unprintable character becomes several
 
     def client(self, connections: int, connect_timeout: float) -> httpx2.AsyncClient:
-        """Return a client for that many requests at once, without proxies and redirects, to time only the server."""
+        """Return an HTTP client for `connections` concurrent requests; it uses no proxies and follows no redirects."""
         return httpx2.AsyncClient(
             headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             timeout=httpx2.Timeout(None, connect=connect_timeout),
@@ -130,7 +130,7 @@ class Endpoint:
 
 
 async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec: LoadTestSpec, answer: Answer) -> None:
-    """Send one request and write its result into `answer` as it arrives; if cancelled, the answer stays unfinished."""
+    """Send a request and record its result in `answer` as it arrives; after cancellation it stays incomplete."""
     loop = asyncio.get_running_loop()
     url = endpoint.url.rstrip("/") + APIS[endpoint.api]
     text = {"messages": [{"role": "user", "content": prompt}]} if endpoint.api == "chat" else {"prompt": prompt}
@@ -165,7 +165,7 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
 
 
 def _record_event(data: str, answer: Answer) -> bool:
-    """Record one event; return whether it had text. Raises _Failure."""
+    """Record a server-sent event; return whether it contained text. Raises _Failure."""
     try:
         values = json.loads(data)
         if values.get("error"):
@@ -191,7 +191,7 @@ def _count(value: Any) -> int:
 
 
 async def _beginning(response: httpx2.Response) -> str:
-    """Return the beginning of an error response, longer than an example, so that no key is cut in two."""
+    """Return the first READ_BYTES or so of an error response: more than is shown, so that a key can be masked."""
     read = b""
     async for part in response.aiter_bytes():
         read += part

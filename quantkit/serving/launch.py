@@ -1,4 +1,4 @@
-"""serve: start an engine's own server for an artifact, wait until it answers, and end all of its processes."""
+"""`quantkit serve`: start an engine's own server for an artifact, wait until it answers, and stop all its processes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def serving(launch: ServerPlan) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a server, yield it when it answers, and end it; its output goes to standard error.
+    """Start a server, yield its process when it answers, then stop it; its output goes to standard error.
 
-    Raises DependencyError if the engine is missing, OutputError if the port is taken, EngineError if the server ends or
-    does not answer in time.
+    Raises DependencyError if the engine is missing, OutputError if the port is taken, EngineError if the server exits
+    or does not answer in time.
     """
     _check_startable(launch)
     child = subprocess.Popen(
@@ -56,7 +56,7 @@ def serving(launch: ServerPlan) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait(launch: ServerPlan, child: subprocess.Popen[bytes]) -> int:
-    """Wait for the server's end; return its exit code. Raises EngineError if a signal ended it."""
+    """Wait for the server to exit; return its exit code. Raises EngineError if a signal ended it."""
     code = child.wait()
     if code < 0:
         raise EngineError(f"{launch.server.summary} {_how_ended(code)}. The system does that when memory runs out.")
@@ -81,7 +81,7 @@ def _check_startable(launch: ServerPlan) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child, before the server starts: request SIGTERM if this process is killed. See prctl(2)."""
+    """Run in the child before the server starts: request SIGTERM if the parent is killed, see prctl(2)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -99,7 +99,7 @@ def _wait_until_it_answers(launch: ServerPlan, child: subprocess.Popen[bytes]) -
 
 
 def _how_ended(code: int) -> str:
-    """Describe an exit code; a negative code is the number of a signal."""
+    """Describe an exit code; a negative code is a signal number."""
     if code >= 0:
         return f"ended with code {code}"
     known = {number.value: number.name for number in signal.Signals}
@@ -107,7 +107,7 @@ def _how_ended(code: int) -> str:
 
 
 def _end_server(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
-    """Pass the signal on, wait, and kill remaining processes; ignore further signals meanwhile."""
+    """Send the signal `last` to the server, wait, and kill remaining processes; ignore further signals meanwhile."""
     ignored = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:

@@ -1,6 +1,6 @@
-"""Load test: send requests to a server at a fixed concurrency or rate for a fixed time, and measure the answers.
+"""Load test: send requests to a server at fixed concurrency or rate for a fixed time, and measure the answers.
 
-Time to first token, time per output token and latency count complete answers only; the token rate counts all tokens
+Time to first token, time per output token and latency are based on complete answers; the token rate counts all tokens
 that arrived in time. Formulas: docs/serving.md.
 """
 
@@ -31,7 +31,7 @@ AT_A_RATE = 256  # requests at once by default, at a rate
 
 
 class LoadReport(Strict):
-    """A server's results under load. `counts` are requests by kind, `examples` messages of some kinds."""
+    """Results of a load test: `counts` are requests by outcome, `examples` are failure messages."""
 
     endpoint: str
     model: str
@@ -57,7 +57,7 @@ class LoadReport(Strict):
 
 
 def prompts_of(path: Path) -> tuple[str, ...]:
-    """Read the prompts of a UTF-8 file, one per line; raises RecipeError."""
+    """Read prompts from a UTF-8 file, one per line; raise RecipeError."""
     path = path_of(path, RecipeError)
     prompts = tuple(line.strip() for line in read_text(path, RecipeError).splitlines() if line.strip())
     if not prompts:
@@ -68,7 +68,7 @@ def prompts_of(path: Path) -> tuple[str, ...]:
 def run_load_test(
     endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] | None = None, progress: Progress | None = None
 ) -> LoadReport:
-    """Send requests to the endpoint and report. It always ends on time."""
+    """Run a load test on the endpoint and return its report; it always ends on time."""
     return asyncio.run(_LoadTest(endpoint, spec, prompts or PROMPTS, progress or Progress()).report())
 
 
@@ -115,7 +115,7 @@ class _LoadTest:
         )
 
     async def _send(self) -> None:
-        """Send until the time or the number of requests is reached; then cancel open requests."""
+        """Send requests until the time or number of requests is reached, then cancel open ones."""
         rate = self.spec.request_rate
         work = [self._caller() for _ in range(self.limit)] if rate is None else [self._arrivals(rate)]
         tasks, ticker = [asyncio.ensure_future(one) for one in work], asyncio.ensure_future(self._tick())
@@ -127,7 +127,7 @@ class _LoadTest:
                 raise result
 
     async def _caller(self) -> None:
-        """Send one request after the other; rest after a failure, so that a broken server is not flooded."""
+        """Send requests one after another; pause after a failure to avoid flooding a broken server."""
         rest = FIRST_REST
         for _ in self.left:
             if (await self._one(time.perf_counter())).kind == OK:
@@ -137,7 +137,7 @@ class _LoadTest:
                 rest = min(2 * rest, LONGEST_REST)
 
     async def _arrivals(self, rate: float) -> None:
-        """Send requests at times of a Poisson process. A request over the limit waits, and its wait counts."""
+        """Send requests as a Poisson process. A request over the concurrency limit waits, and its wait counts."""
         times, room, due = random.Random(self.spec.seed), asyncio.Semaphore(self.limit), self.begin
         async with asyncio.TaskGroup() as group:
             for _ in self.left:
@@ -167,7 +167,7 @@ class _LoadTest:
 
 
 def measured(answers: list[Answer], seconds: float, max_in_flight: int, price: float | None) -> list[Measurement]:
-    """Return the figures of all answers. seconds: the time in which tokens were counted; price: per hour."""
+    """Return the figures of all answers; `seconds`: time in which tokens were counted, `price`: per hour."""
     done = [a for a in answers if a.kind == OK]
     times = {
         "ttft_ms": [a.stamps[0] - a.due for a in done if a.stamps],

@@ -1,4 +1,4 @@
-"""A table of commands that start each engine's OpenAI-compatible server, and of which engine loads which format."""
+"""Commands that start each engine's OpenAI-compatible server, and which engine loads which format."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LONGEST_NAME = 200  # characters of the name in the API
 
 @dataclass(frozen=True)
 class Server:
-    """An engine's server. `loader`: the engine that loads the files, or one of a format's `servers`.
+    """An engine's server; `loader` is the engine that loads the files, or one of a format's `servers`.
 
-    `command` and `variables` have places for {python}, {host}, {port}, {n_ctx}, {threads} and {name} of the API, the
+    `command` and `variables` may contain {python}, {host}, {port}, {n_ctx}, {threads}, the API's model {name}, the
     model's {folder}, its {parent} and {basename}, and its first weight {file}. The user's environment overrides
     variables without a placeholder. `modules` must be installed; without any, quantkit only prints the command.
     """
@@ -85,7 +85,7 @@ SERVERS = {
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """How to start a server: its command, variables to add to the environment, and where it will answer."""
+    """How to start a server: its command, extra environment variables, and its address."""
 
     server: Server
     arguments: tuple[str, ...]
@@ -102,7 +102,7 @@ class ServerPlan:
 
 
 def plan_server(artifact: str, engine: str | None = None, **settings: int | str | None) -> ServerPlan:
-    """Plan the start of a server, after all checks that are possible before it; raises a QuantkitError.
+    """Plan a server's start and run all checks that are possible beforehand; raise a QuantkitError.
 
     `settings` are the other fields of `ServeSpec`.
     """
@@ -143,7 +143,7 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
 
 
 def choose_server(model: Model, name: str | None) -> Server:
-    """Return the server of that name, or the first for the model; raises RecipeError and UnsupportedError."""
+    """Return the server called `name`, or the first that loads the model; raise RecipeError or UnsupportedError."""
     if name is None:
         for server in SERVERS.values():
             if server.modules and not server.refusal(model):
@@ -169,14 +169,14 @@ def refusal(loader: str, stored: Format, quantization: Mapping[str, Any]) -> str
 
 
 def loaders() -> tuple[str, ...]:
-    """Return the names in `what_loads`: the engines, reference first, and exllama, which is only a server here."""
+    """Return the names that `what_loads` reports on: engines, reference first, and exllama, which only has a server."""
     return (*sorted(engines(), key=lambda name: name != "reference"), "exllama")
 
 
 def what_loads() -> Iterator[tuple[str, str, dict[str, tuple[str, str]]]]:
-    """Yield each format, kinds that all programs treat alike, and by program (why it refuses them, a remark).
+    """Yield (format, kinds that all programs treat alike, {program: (reason for refusal, remark)}).
 
-    A remark is the oldest version tested, or the only device that works; both are empty if it is untested.
+    A remark is the oldest tested version, or the only supported device; both texts are empty if untested.
     """
     for stored in formats().values():
         alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}

@@ -12,9 +12,9 @@ FAILURES = (RuntimeError, AssertionError, NotImplementedError)
 
 
 def find_device(asked: str = AUTO) -> str:
-    """Return torch's name of a device: `asked`, or for "auto" torch's accelerator if it has one, else the CPU.
+    """Return torch's name of the device `asked`; "auto" is torch's accelerator if there is one, else the CPU.
 
-    "auto" skips an accelerator without float64 (Apple's). Raises RecipeError for a device that is missing or cannot
+    "auto" skips accelerators without float64 (Apple's). Raises RecipeError for a device that is missing or cannot
     compute.
     """
     if asked == CPU or (asked == AUTO and not _may_have_accelerator()):
@@ -38,12 +38,12 @@ def find_device(asked: str = AUTO) -> str:
 
 
 def _may_have_accelerator() -> bool:
-    """Return whether importing torch to look for an accelerator is worthwhile: a CPU build needs a separate backend."""
+    """Return whether torch may know an accelerator, so that importing it is worthwhile; CPU builds need a backend."""
     return "torch" in sys.modules or not version("torch").endswith("+cpu") or bool(entry_points(group="torch.backends"))
 
 
 def device_label(device: str) -> str:
-    """Return the device with its product's name, if known, such as ``cuda (NVIDIA H200)``."""
+    """Return the device with its product name if known, such as ``cuda (NVIDIA H200)``."""
     if device == CPU:
         return CPU
     import torch
@@ -55,12 +55,12 @@ def device_label(device: str) -> str:
 
 
 def memory_of(device: str) -> str:
-    """Return the name of a device's memory for messages."""
+    """Return a phrase for the device's memory in messages."""
     return "memory" if device in (AUTO, CPU) else f"memory on {device}"
 
 
 def device_memory(device: str) -> tuple[int, int] | None:
-    """Return (free, all) bytes of an accelerator's memory; None if torch does not know."""
+    """Return (free, total) bytes of an accelerator's memory, or None if torch does not report it."""
     import torch
 
     try:

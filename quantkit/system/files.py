@@ -1,4 +1,4 @@
-"""Files: digests, names, atomic replacement; temporary folders; the user's cache folder."""
+"""File helpers: hashes, safe names, atomic replacement, temporary folders, the user's cache folder."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ LONGEST_NAME = 150  # bytes; most file systems allow 255
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hex sha256 of a file, read in pieces."""
+    """Return a file's hex sha256, read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def safe_name(text: str) -> str:
-    """Return `text` as a file name: letters, digits and ``._-``, others become one dash, which is never first.
+    """Turn `text` into a file name: letters, digits and ``._-``; other characters become one dash, never first.
 
-    Programs take a name that begins with a dash for an option. A long name is cut, with a hash at its end.
+    A leading dash would look like an option. Long names are cut and end with a hash.
     """
     return cut(re.sub(r"[^\w.-]+", "-", text).lstrip("-") or "unnamed", LONGEST_NAME, "-")
 
 
 def refuse_unwritable(folder: Path, error: type[QuantkitError]) -> None:
-    """Raise `error` if no file can be made in `folder`."""
+    """Raise `error` if no file can be created in `folder`."""
     reason = ""
     if not folder.is_dir():
         reason = "it is not a folder"
@@ -49,7 +49,7 @@ def refuse_unwritable(folder: Path, error: type[QuantkitError]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the entries of `folder` to disk, so that files made, renamed or removed there stay so."""
+    """Flush a folder's entries to disk, so that created, renamed or removed files persist."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)
@@ -61,16 +61,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def create(path: Path) -> TextIO:
-    """Open a new text file at `path`; remove an old one first, so that no link to another file is followed."""
+    """Open a new text file; an existing file is removed first, so that no link is followed."""
     if os.path.lexists(path):
         path.unlink()
     return path.open("x", encoding="utf-8")
 
 
 def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: None, shared: bool = False) -> None:
-    """Replace the content of `path` with `text` at once: readers see either the old or the new content.
+    """Atomically replace a file's content: readers see the old or the new text.
 
-    `before` is called when `PATH.new` is safe on disk. `shared`: other processes may write the same file.
+    `before` is called once `PATH.new` is safely on disk. `shared`: other processes may write the same file.
     """
     new = path.with_name(f"{path.name}.{os.getpid()}.new" if shared else f"{path.name}.new")
     with create(new) as file:
@@ -89,7 +89,7 @@ NAME = re.compile(rf"{re.escape(PREFIX)}(\d{{1,7}})-[a-z0-9_]{{8}}")
 
 @contextmanager
 def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Yield an empty folder in `parent` (default: the system's temporary folder), and remove it afterwards."""
+    """Yield an empty folder in `parent` (default: the system's temporary folder), removed afterwards."""
     place = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_dead(place)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
@@ -100,7 +100,7 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_dead(place: Path) -> None:
-    """Remove this user's folders in `place` whose processes are gone."""
+    """Remove this user's temporary folders whose processes have ended."""
     import psutil
 
     with suppress(OSError):
@@ -111,7 +111,7 @@ def _remove_dead(place: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder of quantkit; the environment variable QUANTKIT_CACHE overrides it."""
+    """Return quantkit's cache folder for this user; the environment variable QUANTKIT_CACHE overrides it."""
     import platformdirs
 
     return Path(os.environ.get("QUANTKIT_CACHE") or platformdirs.user_cache_dir("quantkit"))

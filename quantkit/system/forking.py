@@ -1,7 +1,7 @@
-"""A server process that has imported torch and transformers, and forks for each task that needs them.
+"""A fork server: a process that has imported torch and transformers, and forks for each task that needs them.
 
-Importing takes 10 CPU seconds (transformers 5.12), a fork a few milliseconds; `make demo` needs them in twelve
-processes. The server has no threads that a fork would miss, and ends with the process that started it.
+The import takes 10 CPU seconds (transformers 5.12), a fork a few milliseconds; `make demo` needs twelve such
+processes. The server has no threads that a fork would lose, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK = 0.05  # seconds between two checks of a fork and of the owner
 
 
 class Forked:
-    """A forked process with the methods of a Popen."""
+    """A forked process with the interface of subprocess.Popen."""
 
     def __init__(self, pid: int, server: socket.socket) -> None:
         self.pid, self._server = pid, server
@@ -63,7 +63,7 @@ class Forked:
 
 
 class Server:
-    """The server process, as its owner sees it. It has one fork at a time."""
+    """Handle of the fork server in the owner's process; it runs one fork at a time."""
 
     def __init__(self, variables: dict[str, str]) -> None:
         self.key = key_of(variables)
@@ -78,11 +78,11 @@ class Server:
         atexit.register(self.close)
 
     def serves(self, variables: dict[str, str]) -> bool:
-        """Return whether it runs, belongs to this process, and has these variables."""
+        """Return whether the server runs, belongs to this process, and has these environment variables."""
         return self.key == key_of(variables) and self._process.poll() is None
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> Forked | None:
-        """Fork for a request; None if another fork runs or the server has ended."""
+        """Fork for a request; return None if another fork is running or the server has ended."""
         if self._forked is not None and self._forked.poll() is None:
             return None
         try:
@@ -113,22 +113,22 @@ _server: Server | None = None
 
 
 def key_of(variables: dict[str, str]) -> tuple[int, dict[str, str]]:
-    """Return the process that may use a server, and the variables that libraries read."""
+    """Return (process id, environment variables that libraries read), which decide whether a server is reusable."""
     fixed = {name: value for name, value in variables.items() if name.startswith(LIBRARIES)}
     return os.getpid(), {name: value for name, value in fixed.items() if not name.endswith("_NUM_THREADS")}
 
 
 def start(variables: dict[str, str]) -> None:
-    """Start a server, which imports in the background."""
+    """Start a fork server, which imports in the background."""
     if sys.platform == "linux":
         with _lock:
             _running_server(variables)
 
 
 def fork(module: str, arguments: list[str], events: int, log: int, variables: dict[str, str]) -> Forked | None:
-    """Fork a process for `python -m module ARGUMENTS EVENTS`; EVENTS and `log`, for its output, are file descriptors.
+    """Fork a process for `python -m module ARGUMENTS EVENTS`; EVENTS and `log` (its output) are file descriptors.
 
-    Return None if no process can be forked.
+    Returns None if no process can be forked.
     """
     if sys.platform != "linux":
         return None
@@ -147,7 +147,7 @@ def _running_server(variables: dict[str, str]) -> Server:
 
 
 def _do(request: dict[str, Any], events: int, log: int) -> None:
-    """In the forked process: call the module's `main`."""
+    """Run in the forked process: call the module's `main`."""
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
@@ -161,7 +161,7 @@ def _do(request: dict[str, Any], events: int, log: int) -> None:
 
 
 def main() -> None:
-    """Run the server: import, then fork for each message, until the connection ends."""
+    """Server process: import, then fork for each message until the connection closes."""
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when it ends
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:

@@ -1,4 +1,4 @@
-"""Another Python interpreter: its installed modules, and quantkit's code lent to it; the hash of that code."""
+"""Use another Python interpreter: its installed modules, access to quantkit's code, and a hash of that code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_OF_THE_WORK = "cli"  # subfolder whose code does not affect artifacts
 
 
 def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
-    """Return which modules an interpreter lacks, and the version of the first; raises DependencyError."""
+    """Return the modules that an interpreter lacks, and the first module's version; raise DependencyError."""
     if python == sys.executable:
         missing = modules.missing_modules(names)
         return missing, None if names[0] in missing else modules.version_of(names[0])
@@ -35,7 +35,7 @@ def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str],
 
 
 def lent_code(folder: Path) -> str:
-    """Make `folder` provide this quantkit, and nothing else, to another interpreter; return its PYTHONPATH."""
+    """Link this quantkit, and nothing else, into `folder` for another interpreter; return the PYTHONPATH to use."""
     number = version(DISTRIBUTION)
     facts = folder / f"{DISTRIBUTION.replace('-', '_')}-{number}.dist-info" / "METADATA"
     facts.parent.mkdir(parents=True)

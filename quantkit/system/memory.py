@@ -1,4 +1,4 @@
-"""Free and peak memory, and the return of freed memory to the system."""
+"""Free and peak memory, and returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Peak bytes of a device's memory for some work: `process` always, plus the largest of `phases`."""
+    """Estimated peak bytes of a device's memory: `process` plus the largest of `phases`."""
 
     process: int
     phases: Mapping[str, int] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class MemoryEstimate:
         return max(self.phases, key=lambda name: self.phases[name])
 
     def compared_with(self, available: int) -> tuple[str, str]:
-        """Return the needed memory with its parts, and the `available` bytes, as texts for an error."""
+        """Return (needed memory with its parts, `available` memory) as texts for an error."""
         needed, limited = in_one_unit(self.memory, available)
         process, phase = (f"{part / 1e9:.2f} GB" for part in (self.process, self.phases[self.peak_phase]))
         what = f"{needed} of {memory_of(self.device)} ({process} for the process, {phase} for {self.peak_phase})"
@@ -47,16 +47,16 @@ class MemoryEstimate:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system, if the C library can (glibc)."""
+    """Return freed heap memory to the system, if the C library supports it (glibc)."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
 
 
 class MemoryTrimmer:
-    """Returns freed memory during work, when the process has grown by `GROWTH` beyond what it needed so far.
+    """Returns freed memory to the system whenever the process has grown by `GROWTH` beyond its previous need.
 
-    Small allocations that stay between large freed ones fragment the heap. Smaller amounts
-    stay with the process, since getting memory from the system again costs time.
+    Small live allocations between large freed ones fragment the heap. Smaller amounts are left alone, since getting
+    memory back from the system costs time.
     """
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class MemoryTrimmer:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still use, by the machine, its control group and its own limit.
+    """Return the bytes that this process may still use: free memory, its control group's and its own limit.
 
-    Ranks on one machine get equal parts.
+    Ranks on one machine get equal shares.
     """
     available = int(psutil.virtual_memory().available)
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -94,7 +94,7 @@ def available_memory() -> int:
 
 
 def free_memory(device: str) -> int:
-    """Return the free bytes of a device; sys.maxsize if unknown."""
+    """Return a device's free memory in bytes; sys.maxsize if unknown."""
     if device in (AUTO, CPU):
         return available_memory()
     memory = device_memory(device)
@@ -102,12 +102,12 @@ def free_memory(device: str) -> int:
 
 
 def peak_of_children_bytes() -> int:
-    """Return the peak resident bytes of the largest process that this one has waited for."""
+    """Return the peak resident bytes of the largest child process that has been waited for."""
     return _max_rss(resource.RUSAGE_CHILDREN)
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak resident bytes of this process.
+    """Return this process's peak resident bytes.
 
     On Linux from VmHWM: ru_maxrss also counts the parent's memory, which a child shares until it starts.
     """
@@ -124,13 +124,13 @@ def _max_rss(who: int) -> int:
 
 
 def restart_peak() -> None:
-    """Let `peak_rss_bytes` count from now on, if the system can (Linux: 5 into clear_refs, see proc(5))."""
+    """Reset the peak of `peak_rss_bytes`, if the system can (Linux: write 5 to clear_refs, see proc(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def device_peak_bytes() -> int:
-    """Return torch's peak bytes on the GPU since the process began; 0 without a GPU."""
+    """Return torch's peak GPU memory in bytes since the process began; 0 without a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.accelerator.is_available():
         return 0

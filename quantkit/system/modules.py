@@ -1,6 +1,6 @@
-"""Modules: faster import of large ones; missing modules and versions, in any interpreter.
+"""Import helpers: faster imports of large modules, and missing modules and versions in any interpreter.
 
-Another interpreter runs this file alone:
+Another interpreter can run this file alone:
 
 PYTHON -P modules.py MODULE [MODULE ...]    # prints {"lacks": [...], "version": "..."}; the version is the first one's
 """
@@ -19,10 +19,10 @@ from importlib.util import find_spec
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Pause the garbage collector while large modules are imported. Also a decorator.
+    """Pause garbage collection while large modules are imported; also usable as a decorator.
 
-    They create hundreds of thousands of permanent objects; collection takes a sixth of the time to import
-    torch and transformers.
+    Imports create hundreds of thousands of permanent objects; collecting takes a sixth of torch's and
+    transformers' import time.
     """
     was = gc.isenabled()
     gc.disable()
@@ -40,7 +40,7 @@ def missing_modules(modules: tuple[str, ...]) -> list[str]:
 
 @cache
 def version_of(module: str) -> str | None:
-    """Return the version of the installed package that has `module`, even under another name."""
+    """Return the version of the installed package that provides `module`, even if its name differs."""
     with suppress(PackageNotFoundError):
         return version(module)
     packages = packages_distributions().get(module)  # reads the file lists of all packages

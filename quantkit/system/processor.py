@@ -1,4 +1,4 @@
-"""The processor: its name, /proc/cpuinfo, and the cores that this process may use."""
+"""The processor: name, /proc/cpuinfo, and the number of usable cores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cpuinfo() -> str:
 
 
 def processor_name() -> str:
-    """Return the processor's name."""
+    """Return the processor's model name."""
     for line in cpuinfo().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -27,5 +27,5 @@ def processor_name() -> str:
 
 
 def threads(count: int) -> str:
-    """Return ``1 thread``, ``2 threads``."""
+    """Return ``1 thread``, ``2 threads`` and so on."""
     return f"{count} thread{'s' if count != 1 else ''}"

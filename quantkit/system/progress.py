@@ -1,4 +1,4 @@
-"""Progress of long work: steps report to a listener; the command line draws them, a child process forwards them."""
+"""Progress reporting: steps report to a listener, which the command line draws and child processes forward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from itertools import pairwise
 
 @dataclass
 class Step:
-    """One long step: `done` of `total` units, and a short remark such as a running value.
+    """The state of a long step: `done` of `total` units, and a remark such as a running value.
 
-    `work`: the step is the main work, so its pace predicts the whole. `within`: the larger work, such as a variant
-    of a comparison. In a step of unequal pieces, `expected` is the estimated duration of the current piece and `after`
-    that of the pieces after it, in seconds; None while unknown.
+    `work`: the step is the main work, so its pace predicts the whole. `within`: the enclosing work, such as a variant
+    of a comparison. For unequal pieces, `expected` and `after` are the estimated seconds of the current piece and of
+    all later pieces; None while unknown.
     """
 
     title: str
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass
 class Timed:
-    """An open step with the times, in seconds, at which it and its current piece began."""
+    """An open step with the start times, in seconds, of the step and of its current piece."""
 
     step: Step
     began: float
@@ -51,10 +51,10 @@ class Timed:
             self.done, self.piece_began = self.step.done, now
 
     def left(self, now: float, inner: Step | None = None) -> float | None:
-        """Estimate the remaining seconds; None while no unit is finished.
+        """Estimate the remaining seconds; None while there is no basis for an estimate.
 
-        The estimate assumes that all units take equally long. Within a piece it uses the pace of `inner`, the innermost
-        step, if that is the main work.
+        Units are assumed equally long unless the step has estimates of its pieces. Within a piece, the pace of the
+        innermost step `inner` is used if that is the main work.
         """
         step = self.step
         if step.expected is None or step.after is None:
@@ -66,9 +66,9 @@ class Timed:
 
 
 class Pieces:
-    """Pieces of long work, each a (kind, cost); finished pieces predict the remaining time.
+    """Pieces of long work, each (kind, cost); finished pieces predict the remaining time.
 
-    A piece takes as long per cost as finished pieces of its kind, or as all finished pieces if there are none.
+    The time per cost is the average of finished pieces of the same kind, or of all finished pieces if there are none.
     """
 
     def __init__(self, pieces: Sequence[tuple[str, float]], clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,7 +76,7 @@ class Pieces:
         self._ends: list[float] = []  # the start of the first piece, and the end of each finished one
 
     def next(self) -> tuple[float | None, float | None]:
-        """Begin the next piece; return the seconds expected for it, and for all pieces after it."""
+        """Begin the next piece; return the expected seconds of this piece and of all later pieces."""
         self._ends.append(self._clock())
         number = len(self._ends) - 1
         if not number:
@@ -85,7 +85,7 @@ class Pieces:
         return expected[0], sum(expected[1:])
 
     def _seconds(self, kind: str) -> float:
-        """Return the seconds of a piece of this kind and cost 1."""
+        """Return the expected seconds per unit of cost for this kind."""
         took = [end - begin for begin, end in pairwise(self._ends)]
         finished = list(zip(took, self._pieces, strict=False))
         same = [(seconds, piece) for seconds, piece in finished if piece[0] == kind] or finished
@@ -93,7 +93,7 @@ class Pieces:
 
 
 class Progress:
-    """Passes changes of steps to `listener`, and remarks to `speaker`; silent without them."""
+    """Sends step changes to `listener` and messages to `speaker`; silent without them."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class Progress:
         self._listener, self._speaker, self._within = listener, speaker, within
 
     def within(self, name: str) -> Progress:
-        """Return the same for steps of a part with this name."""
+        """Return a Progress whose steps belong to a part of the work called `name`."""
         return Progress(self._listener, self._speaker, name)
 
     def say(self, line: str) -> None:
-        """Report something to the user that is not part of the result, such as where the work continues."""
+        """Send the user a message that is not part of the result, such as where work resumes."""
         if self._speaker is not None:
             self._speaker(line)
 
@@ -118,9 +118,9 @@ class Progress:
 
     @contextmanager
     def step(self, title: str, total: float, work: bool = False) -> Iterator[Callable[..., None]]:
-        """Open a step of `total` units; call the yielded function with the units done since the last call.
+        """Open a step of `total` units; the yielded function reports the units done since the last call.
 
-        Give it `pieces` to begin the next one.
+        Passing it `pieces` begins the next piece.
         """
         step = Step(title, total, work=work, within=self._within)
         self._notify(step)
@@ -140,6 +140,6 @@ class Progress:
             self._notify(step)
 
     def forward(self, step: Step) -> None:
-        """Pass on a step of another process."""
+        """Pass on a step from another process."""
         step.within = self._within
         self._notify(step)

@@ -1,7 +1,7 @@
-"""Several processes of torchrun that share one conversion: their ranks and their communication.
+"""Ranks: several processes, started by torchrun, that share one conversion.
 
 torchrun sets each process's rank in the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT). Only a command that shares its work joins; then torch.distributed sends tensors, with gloo between
+MASTER_PORT). Only commands that distribute work join; torch.distributed then communicates, with gloo between
 CPUs and NCCL between GPUs. Rank 0 is the leader: only it writes and prints. A single process needs none of this.
 """
 
@@ -30,9 +30,9 @@ WAIT = timedelta(seconds=4)  # to wait for the leader's error, which is printed 
 
 @dataclass(frozen=True)
 class Shards:
-    """The processes that share one model: this one is `rank` of `size`, and `local_rank` of those on its machine.
+    """The processes that share a model: this one is `rank` of `size`, and `local_rank` on its machine.
 
-    A single process is rank 0 of 1. All must make the same calls in the same order; each returns the same to all.
+    A single process is rank 0 of 1. All ranks must make the same calls in the same order, and get the same results.
     """
 
     rank: int = 0
@@ -41,17 +41,17 @@ class Shards:
     local_size: int = 1
 
     def rows(self, count: int, rank: int | None = None) -> tuple[int, int]:
-        """Return this process's (or `rank`'s) range (start, stop) of `count` rows."""
+        """Return the range (start, stop) of `count` rows that belongs to this process, or to `rank`."""
         number = self.rank if rank is None else rank
         return number * count // self.size, (number + 1) * count // self.size
 
     def sequences(self, count: int, batch: int, rank: int | None = None) -> tuple[int, int]:
-        """Return the range as in `rows`, of `count` sequences in whole batches of `batch`."""
+        """Return the range (start, stop) of `count` sequences for this process, or `rank`, in multiples of `batch`."""
         first, stop = self.rows(-(-count // batch), rank)
         return min(first * batch, count), min(stop * batch, count)
 
     def sum(self, *tensors: torch.Tensor) -> None:
-        """Sum each tensor over all processes, in place, with identical bits everywhere."""
+        """Sum each tensor over all ranks, in place, with identical bits on every rank."""
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -61,7 +61,7 @@ class Shards:
                 dist.all_reduce(tensor)
 
     def joined_rows(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """Return all `count` rows of a tensor (count, ...); each process has its `rows` in `part`."""
+        """Gather all `count` rows of a tensor (count, ...) from each rank's `part`, its `rows`."""
         if self.size == 1:
             return part
         import torch
@@ -77,14 +77,14 @@ class Shards:
         return whole
 
     def by_rows(self, function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-        """Apply a row-wise `function` to all rows of `values`; each process computes its share."""
+        """Apply a row-wise `function` to all rows of `values`; each rank computes its share."""
         if self.size == 1:
             return function(values)
         start, stop = self.rows(len(values))
         return self.joined_rows(function(values[start:stop]).contiguous(), len(values))
 
     def from_leader(self, value: T) -> T:
-        """Return the leader's value; any picklable value."""
+        """Broadcast the leader's value, which must be picklable."""
         if self.size == 1:
             return value
         import torch
@@ -100,19 +100,19 @@ ALONE = Shards()
 
 
 class _Joined:
-    """The group that this process has joined, and the store that outlives a rank."""
+    """The process group that this process joined, and the store that survives a lost rank."""
 
     shards = ALONE
     store: Any = None
 
 
 def joined_shards() -> Shards:
-    """Return the processes that this one has joined; a single process alone."""
+    """Return the ranks that this process has joined; a single process if none."""
     return _Joined.shards
 
 
 def shards_of_environment() -> Shards:
-    """Return this process's place from torchrun's environment, joined or not; raises RecipeError if it is invalid."""
+    """Return this process's rank from torchrun's environment, joined or not; raise RecipeError if it is invalid."""
     if any(not os.environ.get(name) for name in NEEDED):
         return ALONE
     try:
@@ -127,13 +127,13 @@ def shards_of_environment() -> Shards:
 
 
 def refuse_ranks(reason: str) -> None:
-    """Raise RecipeError with the `reason` if torchrun has started several processes."""
+    """Raise RecipeError with `reason` if torchrun started several processes."""
     if (count := shards_of_environment().size) > 1:
         raise RecipeError(f"{count} processes cannot share this: {reason}. Start one, without torchrun.")
 
 
 def device_of(device: str, here: Shards) -> str:
-    """Return torch's name of a rank's device for the user's `device`: each rank has its own GPU."""
+    """Return torch's device name for this rank: with GPUs, each rank on a machine has one of its own."""
     return f"cuda:{here.local_rank}" if here.size > 1 and _on_gpus(device) else device
 
 
@@ -143,9 +143,9 @@ def _on_gpus(device: str) -> bool:
 
 @contextmanager
 def joined(device: str = "cpu") -> Iterator[Shards]:
-    """Join the ranks that torchrun has started, until the context ends; a single process stays alone.
+    """Join the ranks that torchrun started while the context is open; a single process stays alone.
 
-    `device` holds the tensors to sum. Raises RankError if other ranks do not join.
+    `device` holds the tensors to be summed. Raises RankError if other ranks do not join.
     """
     there = shards_of_environment()
     if there.size == 1:
@@ -174,9 +174,9 @@ def joined(device: str = "cpu") -> Iterator[Shards]:
 
 
 def prints_error(error: BaseException) -> bool:
-    """Return whether this process prints the error that ends it.
+    """Return whether this rank should print the error that ends it.
 
-    The leader does, unless a lost rank has already printed the reason. Another rank does if the leader has no error.
+    The leader prints its error, unless a lost rank has printed the cause. Other ranks print if the leader has no error.
     """
     here, store = _Joined.shards, _Joined.store
     if store is None:
@@ -203,7 +203,7 @@ def prints_error(error: BaseException) -> bool:
 
 
 def without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables for a process that is not a rank."""
+    """Return `variables` without torchrun's, for a process that is not a rank."""
     ours = (*NEEDED, *LOCAL)
     return {
         name: value for name, value in variables.items() if name not in ours and not name.startswith("TORCHELASTIC")
@@ -212,7 +212,7 @@ def without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """Raise RankError if other ranks cannot be reached."""
+    """Raise RankError if communication with other ranks fails."""
     try:
         yield
     except RuntimeError as error:

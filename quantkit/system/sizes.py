@@ -1,4 +1,4 @@
-"""Sizes in bytes and bits, as users read and write them."""
+"""Parse and format sizes in bytes and bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGEST = 1 << 60  # bytes
 
 
 def parse_size(size: str | int, option: str) -> int:
-    """Parse a size such as ``90MB``, ``1.2 GiB`` or 90000000; raises RecipeError with the option's name."""
+    """Parse a size such as ``90MB``, ``1.2 GiB`` or 90000000 to bytes; raise RecipeError with the option's name."""
     parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*", str(size))
     if parts is None or parts[2].upper() not in UNITS:
         raise RecipeError(f"{option} = {shown(size)} is not a size. Give one such as 90MB, 1.2GB or 800MiB.")
@@ -23,17 +23,17 @@ def parse_size(size: str | int, option: str) -> int:
 
 
 def megabytes(value: float) -> str:
-    """Return bytes as text in MB or GB (powers of ten)."""
+    """Format bytes in MB or GB (powers of ten)."""
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
 def bits_per_weight(nbytes: int, weights: int) -> float:
-    """Return the bits of whole weight files per weight of the model."""
+    """Return the weight files' bits per weight of the model."""
     return 8 * nbytes / max(1, weights)
 
 
 def in_one_unit(need: int, have: int) -> tuple[str, str]:
-    """Return two numbers of bytes as texts, in a unit that shows their difference."""
+    """Format two byte counts in the same unit, fine enough to show their difference."""
     for unit, digits in (("GB", 2), ("MB", 1), ("kB", 1)):
         size = UNITS[unit.upper()]
         one, other = (f"{number / size:.{digits}f} {unit}" for number in (need, have))

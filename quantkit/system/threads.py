@@ -1,7 +1,7 @@
-"""Threads that never leave another thread waiting forever.
+"""Thread helpers that cannot block another thread forever.
 
-Python waits for a new thread to start, and for a pool's thread to finish its task. Neither happens if that thread gets
-no memory to start (https://github.com/python/cpython/issues/140746).
+Python waits for a new thread to start, and for a pool's thread to finish its task. Neither happens if the thread cannot
+allocate memory to start (https://github.com/python/cpython/issues/140746).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Result = TypeVar("Result")
 
 
 def in_background(action: Callable[..., object], *arguments: Any) -> None:
-    """Call `action` in a daemon thread; the process may end before it.
+    """Call `action` in a daemon thread; the process may exit before it finishes.
 
-    Raises RuntimeError if no thread can be created; a thread without memory to start does nothing.
+    Raises RuntimeError if no thread can be created; a thread that cannot allocate memory to start does nothing.
     """
     _thread.start_new_thread(action, arguments)
 
 
 @contextmanager
 def call_every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` in the background at this interval, until the context ends."""
+    """Call `action` in the background every `seconds` seconds while the context is open."""
     running, ended = Lock(), Event()
 
     def repeat() -> None:
@@ -49,7 +49,7 @@ def call_every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
 
 
 def result_of(future: Future[Result], prefix: str) -> Result:
-    """Return the future's result; raise MemoryError if its pool's threads, named `prefix`..., have all ended."""
+    """Return the future's result; raise MemoryError if all threads of its pool (named `prefix`...) have ended."""
     while not wait((future,), LOOK).done:
         if not any(thread.name.startswith(prefix) for thread in threading.enumerate()) and not future.done():
             raise MemoryError
@@ -57,7 +57,7 @@ def result_of(future: Future[Result], prefix: str) -> Result:
 
 
 def end_with_parent() -> None:
-    """End this process soon after its parent: a killed parent cannot end it."""
+    """End this process soon after its parent does, even if the parent is killed."""
     in_background(_end_without, os.getppid())
 
 

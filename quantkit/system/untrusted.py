@@ -1,11 +1,11 @@
-"""Read untrusted files: limits, and one error type for all failures of third-party parsers.
+"""Read untrusted files: size limits, and one error type for all failures of third-party parsers.
 
-For a damaged file, parsers raise anything: RecursionError, OverflowError, KeyError, even BaseExceptions
-(a panic in a Rust library). `reraise_as` turns each into one QuantkitError with the file, the reason and the fix.
-Values in a file are checked against limits before they are used.
-Regular expressions in files are matched in a child process with a time limit: twenty characters can keep Python's `re`
-busy for years, and no thread can stop it. The timeout of the package `regex` is not reliable: one of 2 s took 19 s, and
-compiling nested repetitions fills the memory.
+For a damaged file, parsers may raise anything: RecursionError, OverflowError, KeyError, even BaseExceptions (a panic in
+a Rust library). `reraise_as` turns them into one QuantkitError with the file, the reason and the fix. Values in a file
+are checked against limits before use.
+Regular expressions from files are matched in a child process with a time limit: twenty characters can keep Python's
+`re` busy for years, and threads cannot be stopped. The timeout of the package `regex` is unreliable: one of 2 s took
+19 s, and compiling nested repetitions exhausts memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LONGEST_VALUE = 120  # characters of a value that a message repeats
 
 @contextmanager
 def reraise_as(what: str, error: Raised, fix: str = "") -> Iterator[None]:
-    """Raise `error`, ``WHAT: reason. FIX``, for any exception inside.
+    """Turn any exception inside the context into `error` with the message ``WHAT: reason. FIX``.
 
     QuantkitErrors and interruptions pass through; running out of memory becomes a ResourceError.
     """
@@ -52,7 +52,7 @@ def reraise_as(what: str, error: Raised, fix: str = "") -> Iterator[None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Silence standard error: a panic of a Rust library prints itself before it becomes an exception."""
+    """Suppress standard error: a Rust library prints a panic before it becomes an exception."""
     sys.stderr.flush()
     original, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -65,7 +65,7 @@ def silenced() -> Iterator[None]:
 
 
 def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON) -> str:
-    """Read a UTF-8 file of at most `most` bytes; raises `error`."""
+    """Read a UTF-8 file of at most `most` bytes; raise `error`."""
     with reraise_as(f"{path} cannot be read", error, fix):
         size = path.stat().st_size
         if size > most:
@@ -78,19 +78,19 @@ def read_text(path: Path, error: Raised, fix: str = "", most: float = MOST_JSON)
 
 
 def parse_json(text: str | bytes, what: str, error: Raised, fix: str = "") -> Any:
-    """Parse a JSON text; raises `error`."""
+    """Parse JSON text; raise `error`."""
     with reraise_as(f"{what} is not valid JSON", error, fix):
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return _without_halves(json.loads(text), text)
 
 
 def read_json(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> Any:
-    """Parse a JSON file; raises `error`."""
+    """Parse a JSON file of at most `most` bytes; raise `error`."""
     return parse_json(read_text(path, error, fix, most), str(path), error, fix)
 
 
 def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> dict[str, Any]:
-    """Parse a JSON file with an object, nested no deeper than a configuration; raises `error`."""
+    """Parse a JSON file that holds an object, with limited nesting; raise `error`."""
     values = read_json(path, error, fix, most)
     if not isinstance(values, dict):
         raise error(f"{path} is not a JSON object. {fix}".rstrip())
@@ -100,7 +100,7 @@ def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON)
 
 
 def depth_exceeds(value: Any, most: int) -> bool:
-    """Return whether lists and mappings are nested deeper than `most` levels."""
+    """Return whether lists and dicts are nested deeper than `most` levels."""
     level = [value]
     for _ in range(most + 1):
         held = [item for item in level if isinstance(item, dict | list)]
@@ -109,7 +109,7 @@ def depth_exceeds(value: Any, most: int) -> bool:
 
 
 def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool = False) -> Any:
-    """Parse a YAML text, with `plain` all scalars as strings; raises `error`."""
+    """Parse YAML text; `plain`: all scalars stay strings. Raises `error`."""
     import yaml
 
     if len(text) > MOST_YAML:
@@ -125,7 +125,7 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
 
 
 def _without_halves(value: Any, text: str) -> Any:
-    """Return `value`; raise ValueError if `text` escapes half of a character, which UTF-8 cannot encode."""
+    """Return `value`; raise ValueError if `text` escapes a lone surrogate, which UTF-8 cannot encode."""
     if re.search(r"\\(?:u|U0000)[dD][89a-fA-F]", text):
         try:
             json.dumps(value, ensure_ascii=False, default=str).encode()
@@ -135,7 +135,7 @@ def _without_halves(value: Any, text: str) -> Any:
 
 
 def _count_nodes(node: Any, known: dict[int, float]) -> float:
-    """Count the values that a YAML node expands to; infinite if it contains itself."""
+    """Return the number of values that a YAML node expands to; infinite if it contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf  # until its content is counted
         inner = node.value if isinstance(node.value, list) else ()
@@ -145,7 +145,7 @@ def _count_nodes(node: Any, known: dict[int, float]) -> float:
 
 
 def path_of(text: str | Path, error: Raised) -> Path:
-    """Return a user's path, with ``~`` for a home folder; raise `error` for an impossible one."""
+    """Return a user's path with ``~`` expanded; raise `error` for an impossible one."""
     name = str(text)
     if "\0" in name or len(name) > LARGEST_NAME:
         raise error(f"{name[:80]!r} cannot be the name of a file or folder")
@@ -158,7 +158,7 @@ def path_of(text: str | Path, error: Raised) -> Path:
 
 
 def inside(folder: Path, path: Path) -> bool:
-    """Return whether `path`, with links followed, is in `folder`, or in the store that a hub cache links into."""
+    """Return whether `path`, with links resolved, is in `folder` or in the store that a Hub cache links to."""
     try:
         real, root = path.resolve(), folder.resolve()
     except (RuntimeError, OSError):  # circular links
@@ -170,7 +170,7 @@ def inside(folder: Path, path: Path) -> bool:
 
 
 def whole_number(values: Mapping[str, Any], key: str, least: int, most: int, where: str, error: Raised) -> int | None:
-    """Return the whole number at `key`, or None; raise `error` for another type or a number out of range."""
+    """Return the integer at `key`, or None if missing; raise `error` for another type or a value out of range."""
     value = values.get(key)
     if value is None:
         return None
@@ -180,7 +180,7 @@ def whole_number(values: Mapping[str, Any], key: str, least: int, most: int, whe
 
 
 def shown(value: object) -> str:
-    """Return a user's value for a message: short, on one line."""
+    """Format a user's value for a message: short, on one line."""
     try:
         return one_line(_SHORT.repr(value), LONGEST_VALUE)
     except ValueError:  # Python cannot print a number of more than 4,300 digits
@@ -210,7 +210,7 @@ json.dump([found(pattern) for pattern in ask["patterns"]], sys.stdout)
 
 
 def full_matches(patterns: list[str], names: list[str], what: str, error: type[QuantkitError]) -> list[frozenset[str]]:
-    """Return for each pattern the names that it matches completely; raises `error`, which begins with `what`."""
+    """Return, for each pattern, the names that it matches in full; raise `error`, whose text begins with `what`."""
     if len(patterns) > MOST_PATTERNS or any(len(pattern) > LONGEST_PATTERN for pattern in patterns):
         raise error(f"{what}: more than {MOST_PATTERNS} expressions, or one of more than {LONGEST_PATTERN} characters")
     rest = [pattern for pattern in patterns if not PLAIN.fullmatch(pattern)]

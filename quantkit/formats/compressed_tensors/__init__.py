@@ -1,7 +1,7 @@
-"""compressed-tensors, vLLM's own format: grouped integer codes (packed.py), scaled 8-bit and 4-bit values (scaled.py).
+"""compressed-tensors, vLLM's native format: grouped integer codes (packed.py), scaled 8- and 4-bit values (scaled.py).
 
-Format: https://github.com/vllm-project/compressed-tensors, version 0.20. In a source with several groups of layers, the
-types and shapes of a layer's tensors show its group.
+Format: https://github.com/vllm-project/compressed-tensors, version 0.20. If a source's config defines several groups of
+layers, the dtypes and shapes of a layer's tensors determine its group.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _refuse_misread(artifact: Artifact, dtype: str | None, _device: str) -> None:
-    """Raise EngineError if transformers would compute the artifact wrongly or not at all."""
+    """Raise EngineError if transformers would load this artifact wrongly or not at all."""
     kind = quantization_of(artifact.folder).get("format")
     if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
         raise EngineError(

@@ -1,7 +1,7 @@
-"""The groups of layers in compressed-tensors' `quantization_config`.
+"""Config groups in compressed-tensors' `quantization_config`.
 
-A group lists its layers by names, expressions or classes. quantkit runs no expressions of others: a layer's tensors
-show its group, too.
+A config group selects layers by name, regular expression or class. quantkit does not evaluate other tools' expressions:
+the tensors of a layer also determine its group.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Group = Mapping[str, Any]
 
 
 def groups_of(stored: Mapping[str, Any]) -> list[Group]:
-    """Return the groups of layers; none if one of them is not a mapping."""
+    """Return the config groups, or an empty list if one of them is not a mapping."""
     groups = stored.get("config_groups")
     found = list(groups.values()) if isinstance(groups, dict) else []
     return found if all(isinstance(group, dict) for group in found) else []
 
 
 def one_by_one(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Split a `quantization_config` into one per group."""
+    """Split a `quantization_config` into one config per group."""
     groups = stored.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return [stored]
@@ -50,7 +50,7 @@ def one_by_one(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def quantization(form: str, groups: list[dict[str, Any]], untouched: Untouched, head: bool = False) -> dict[str, Any]:
-    """Return a `quantization_config` of these groups; `head`: one of them is the output head's."""
+    """Return a `quantization_config` with these groups; `head`: one of them quantizes the output head."""
     ignored = {*untouched.linears, *(f"re:{pattern}" for pattern in untouched.patterns), HEAD}
     return {
         "quant_method": METHOD,
@@ -62,7 +62,7 @@ def quantization(form: str, groups: list[dict[str, Any]], untouched: Untouched, 
 
 
 def refuse_unfound_layers(source: Source, skeleton: Skeleton, instead: str = "") -> None:
-    """Raise UnsupportedError for layers that are not plain `Linear` layers; readers do not replace others."""
+    """Raise UnsupportedError if a layer to quantize is not a plain `Linear`, since loaders replace only those."""
     for name, origin in skeleton.origins.items():
         if origin.transposed:
             raise UnsupportedError(

@@ -1,9 +1,9 @@
-"""`pack-quantized`: grouped integer codes.
+"""compressed-tensors' `pack-quantized` layout: grouped integer codes.
 
 Per linear layer with weight (N, K) and bits b: `weight_packed` int32 [N, ceil(K*b/32)], each row one little-endian bit
 string of codes; `weight_scale` float16 [N, G]; `weight_shape` int64 [2]; with zero points `weight_zero_point` int32
-[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), as ours is. `weight_g_idx` int32 [K]
-of older versions is read but not written.
+[ceil(N*b/32), G], packed along N. Stored codes are unsigned (signed code + 2^(b-1)), as in quantkit. `weight_g_idx`
+int32 [K], from older versions, is read but not written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_SIDE = 1 << 31  # rows or columns of a layer
 
 
 class _CompressedPacking(GroupedPacking):
-    """Packs rows of codes as bit strings; the last word of a row may be partly empty."""
+    """Packing of each row as one bit string; the last word of a row is zero-padded."""
 
     name = METHOD
     bits = (2, 3, 4, 8)
@@ -71,7 +71,7 @@ class _CompressedPacking(GroupedPacking):
         return super().join(pieces) | {SHAPE: torch.tensor([rows, int(pieces[0][SHAPE][1])])}
 
     def size(self, layer: StoredLayer, _bits: int) -> tuple[int, int, int]:
-        """Take rows and columns from `weight_shape`: the words do not show the number of columns."""
+        """Return N, K and G; N and K are read from `weight_shape`, since padded words do not determine K."""
         name = layer.stem + SHAPE
         if layer.shape(SHAPE) != (2,) or layer.dtype(SHAPE) != "int64":
             raise ArtifactError(f"{name} is not a pair of int64. {AGAIN}")
@@ -81,9 +81,9 @@ class _CompressedPacking(GroupedPacking):
         return rows, columns, layer.matrix(SCALES)[1]
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """Make one group of all linear layers except `untouched`, or groups of names if bits differ.
+        """Return a config with one group for all linear layers except `untouched`, or groups by name if bits differ.
 
-        Not by class: vLLM would match a fused layer's class, such as QKVParallelLinear, before its parts' names.
+        Groups by class would fail in vLLM: it matches a fused class such as QKVParallelLinear before its parts' names.
         """
         whole_row = layout.group_size == -1
         weights = {
@@ -105,11 +105,11 @@ class _CompressedPacking(GroupedPacking):
         return quantization(KIND, groups, untouched, layout.head_bits is not None)
 
     def head_bits(self, _layout: Layout) -> tuple[int, ...]:
-        """Return the bits that vLLM loads."""
+        """Return the bit widths of an output head that vLLM can load."""
         return 4, 8
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read the first group of layers; other groups differ only in bits."""
+        """Return the settings of the first config group; other groups may differ only in bits."""
         weights = (groups_of(quantization) or [{}])[0].get("weights")
         if quantization.get("format") != KIND or not isinstance(weights, dict) or weights.get("type") != "int":
             raise ArtifactError(
@@ -139,7 +139,7 @@ class _CompressedPacking(GroupedPacking):
 
 
 def _named_bits(first: Group, groups: list[Group]) -> dict[str, int]:
-    """Return bits by layer name in `groups`; raise ArtifactError if groups differ from the first in anything else."""
+    """Return bits by layer name; raise ArtifactError if groups differ from the first in anything but bits."""
     named: dict[str, int] = {}
     for group in groups:
         own, targets = group.get("weights"), group.get("targets")
@@ -157,7 +157,7 @@ PACKING = _CompressedPacking()
 
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return by engine why it cannot load a folder of this `quantization_config` of one group."""
+    """Return, by engine, why it cannot load a folder with this single-group `quantization_config`."""
     if not stored:
         return {}
     reasons, settings = {}, PACKING.settings(stored)

@@ -1,15 +1,15 @@
-"""Layers of 8-bit integers, 8-bit floats and 4-bit floats, with a scale per row, block or group.
+"""compressed-tensors layouts of int8, FP8 and FP4 values with a scale per row, block or group.
 
 Per linear layer with weight (N, K):
 
 - `int-quantized`: `weight` int8 [N, K], `weight_scale` [N, 1]
-- `float-quantized`: `weight` float8_e4m3fn [N, K], `weight_scale` [N, 1], or [ceil(N/128), ceil(K/128)] of blocks
-- `nvfp4-pack-quantized`: `weight_packed` uint8 [N, K/2], two codes a byte, the first one low; `weight_scale`
-  float8_e4m3fn [N, K/16]; `weight_global_scale` float32 [1], by which scales are divided
-- `mxfp4-pack-quantized`: `weight_packed` likewise; `weight_scale` uint8 [N, K/32], exponents of E8M0
+- `float-quantized`: `weight` float8_e4m3fn [N, K], `weight_scale` [N, 1], or [ceil(N/128), ceil(K/128)] for blocks
+- `nvfp4-pack-quantized`: `weight_packed` uint8 [N, K/2], two codes per byte, first one low; `weight_scale`
+  float8_e4m3fn [N, K/16]; `weight_global_scale` float32 [1], the divisor of the scales
+- `mxfp4-pack-quantized`: `weight_packed` likewise; `weight_scale` uint8 [N, K/32], E8M0 exponents
 
-Other tensors and the scales of 8-bit values are bfloat16: the package's presets W8A8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16
-and MXFP4A16. One scale for a whole tensor and other rounding of inputs are read, too.
+Other tensors, and the scales of 8-bit values, are bfloat16: the package's presets W8A8, FP8_DYNAMIC, FP8_BLOCK,
+NVFP4A16 and MXFP4A16. Per-tensor scales and other activation quantization can be read as sources.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NO_EXPONENT = 255  # E8M0's NaN
 
 @dataclass(frozen=True)
 class ValueType:
-    """How config.json and the tensors describe values. `columns` share a scale (None: any number)."""
+    """How config.json and tensors describe one type of values; `columns` share a scale (None: any number)."""
 
     format: str
     type: str
@@ -81,7 +81,7 @@ WHOLE = {(0, 0): "whole tensors", (1, 0): "rows"}  # blocks that have a name
 
 @dataclass(frozen=True)
 class Scheme:
-    """How layers are stored: `values` is a key of VALUES; `block` (rows, columns) share a scale, 0 being all."""
+    """A quantization scheme: `values` is a key of VALUES; each `block` (rows, columns; 0: all) shares a scale."""
 
     values: str
     block: tuple[int, int]
@@ -92,7 +92,7 @@ class Scheme:
 
     @property
     def inputs(self) -> InputRounding | None:
-        """Return how engines round the inputs of a layer that quantkit wrote."""
+        """Return how engines round the activations of a layer that quantkit wrote, or None if they do not."""
         return InputRounding(self.values, self.block[1] or None) if self.kind.bits == 8 else None
 
     @property
@@ -105,7 +105,7 @@ class Scheme:
         return self.block[0] or rows, self.block[1] or columns
 
     def group(self) -> dict[str, Any]:
-        """Return the group of layers for config.json, as the package writes it."""
+        """Return the config group for config.json, as the compressed-tensors package writes it."""
         kind, columns = self.kind, self.block[1]
         common = {"num_bits": kind.bits, "type": kind.type, "symmetric": True}
         weights: dict[str, Any] = {**common, "dynamic": False, "group_size": kind.columns}
@@ -142,13 +142,13 @@ KINDS = tuple(
 
 
 def is_scaled(stored: Mapping[str, Any]) -> bool:
-    """Return whether a `quantization_config` is one of scaled values."""
+    """Return whether a `quantization_config` describes scaled values, not grouped codes."""
     name = stored.get("format")
     return isinstance(name, str) and (name in FORMATS or name == NAIVE)
 
 
 def scheme_of(stored: Mapping[str, Any], own: bool = False) -> Scheme:
-    """Return the scheme of a `quantization_config`, `own`: quantkit wrote it; raise ArtifactError."""
+    """Return a `quantization_config`'s scheme; `own`: quantkit wrote it. Raises ArtifactError for an unknown one."""
     name, groups = stored.get("format"), groups_of(stored)
     weights = groups[0].get("weights") if len(groups) == 1 else None
     if not isinstance(weights, dict):
@@ -182,7 +182,7 @@ def _block(weights: Mapping[str, Any], right: int | None) -> tuple[int, int]:
 
 
 class ScaledPacking(Packing[ScaledWeight]):
-    """`own`: quantkit wrote it, and engines round inputs; other tools have other scales and more parts."""
+    """Packing of scaled values. `own`: quantkit wrote it; other tools may use other scale dtypes and more tensors."""
 
     holds = ScaledWeight
     dtype = torch.bfloat16
@@ -259,7 +259,7 @@ class ScaledPacking(Packing[ScaledWeight]):
             )
 
     def value(self, layer: StoredLayer, weight: ScaledWeight) -> ScaledWeight:
-        """Refuse values and scales that engines do not expect."""
+        """Return `weight`; raise ArtifactError for values or scales that engines reject."""
         factors, wrong = weight.factors(), None
         zeros = layer.read([ZEROS] if ZEROS in self.parts else [])
         if weight.scales.dtype == torch.uint8 and bool((weight.scales == NO_EXPONENT).any()):
@@ -276,7 +276,7 @@ class ScaledPacking(Packing[ScaledWeight]):
 
 
 def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
-    """Refuse models and shapes that the layout cannot hold, and count the bytes."""
+    """Check that the layout can store the model, and estimate the output size in bytes."""
     refuse_shapes(source, skeleton)
     refuse_unfound_layers(source, skeleton)
     refuse_stacked(source, skeleton)
@@ -308,19 +308,19 @@ def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]
 
 
 def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
-    """Open a writer that writes the whole checkpoint on success."""
+    """Return a context manager that yields a writer and completes the checkpoint on success."""
     packing = ScaledPacking(_scheme_for(layout))
     settings = _quantization(packing.key, untouched(source, skeleton))
     return write_layers(packing, source, skeleton, run, layout, settings)
 
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return by engine why it cannot load a folder of this `quantization_config`."""
+    """Return, by engine, why it cannot load a folder with this `quantization_config`."""
     return {"vllm": "vLLM computes 4-bit floats on GPUs only"} if scheme_of(stored).kind.bits == 4 else {}
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """Return the recipe's options that config.json records."""
+    """Return the recipe options that config.json records."""
     scheme = scheme_of(quantization_of(artifact.folder), own=True)
     refuse_other_dtypes(artifact.folder, [name for name in artifact.manifest.tensor_types if name != scheme.values])
     if scheme.kind.columns is not None:

@@ -1,4 +1,4 @@
-"""CTranslate2 model folders: model.bin, config.json, vocabulary.json. The engine's own converter writes them."""
+"""CTranslate2 model folders (model.bin, config.json, vocabulary.json), written by CTranslate2's own converter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CTranslate2's names of architectures, and which it computes exactly (measured: 4.8.5, transformers 5.23).
+"""Architectures that CTranslate2 computes exactly (measured with 4.8.5, transformers 5.23), and its names for them.
 
 `SourceTensors` undoes what CTranslate2's TransformersConverter does (python/ctranslate2/converters/transformers.py of
-https://github.com/OpenNMT/CTranslate2): fused queries, keys and values, heads in another order, transposed weights.
+https://github.com/OpenNMT/CTranslate2): fusing Q, K and V, reordering heads, transposing weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPT_POSITION_OFFSET = 2
 
 @dataclass(frozen=True)
 class Family:
-    """Names of a family's modules by scope: `whole` outside the layers, `parts` inside a layer."""
+    """Module names of an architecture family by CTranslate2 scope: `whole` outside the layers, `parts` in a layer."""
 
     layers: str
     whole: dict[str, str]
@@ -65,7 +65,7 @@ def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
 
 
 def _grouped_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    """Split Bloom's and Falcon's fused weights: each key head's queries, keys and values are adjacent."""
+    """Split Bloom's or Falcon's fused QKV weight, in which each key head's queries, key and value are adjacent."""
     kv_heads = heads = config.num_attention_heads
     if config.model_type == "falcon":
         kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
@@ -182,12 +182,12 @@ SHORTEST_WINDOW = 2048
 
 
 def reason_of(kind: str) -> str:
-    """Return why a model type outside of `FAMILIES` is refused."""
+    """Return why a model type that is not in `FAMILIES` is refused."""
     return REFUSED.get(kind, NO_LOADER)
 
 
 def refusal_of_config(config: Mapping[str, Any]) -> str | None:
-    """Return the reason to refuse a config.json, without transformers' defaults, or None."""
+    """Return why a raw config.json, without transformers' defaults, is refused, or None."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         return reason_of(str(kind))
@@ -199,7 +199,7 @@ def refusal_of_config(config: Mapping[str, Any]) -> str | None:
 
 
 def refusal(settings: Any) -> str | None:
-    """Return why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
+    """Return why CTranslate2 would not compute a model of this configuration exactly, or None."""
     kind = settings.model_type
     if kind not in FAMILIES:
         return reason_of(kind)
@@ -254,7 +254,7 @@ def _gemma3_refusal(settings: Any) -> str | None:
 
 
 class SourceTensors:
-    """The float32 weights of a CTranslate2 model with the source's names and shapes, without a tied output layer.
+    """Float32 weights of a CTranslate2 model under the source's names and shapes; a tied output layer is left out.
 
     Raises UnsupportedError for an unknown architecture, ArtifactError for an unexpected variable.
     """

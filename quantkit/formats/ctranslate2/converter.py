@@ -1,8 +1,8 @@
-"""Write a model folder with CTranslate2's own converter, with one block in memory at a time.
+"""Run CTranslate2's own converter with one decoder block in memory at a time.
 
-The converter loads a whole model, and its `ModelSpec.save` holds all tensors twice. Here it gets the model without its
-blocks, then each block alone, in the order of a `model.bin`. The converter's own code
-quantizes each variable, a few rows at a time, so the file has the same bytes as one converted whole.
+The original loads the whole model, and its `ModelSpec.save` holds all tensors twice. Here it converts the model
+without its blocks, then each block alone, in the order of `model.bin`. The converter's own code quantizes
+each variable, a few rows at a time, so the file is byte-identical to that of a whole conversion.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
     model = _Model(source)
 
     class Unread(TransformersConverter):
-        """A converter that loads no weights itself."""
+        """A converter whose model is supplied instead of loaded."""
 
         def load_model(self, _class: Any, _path: str, **_settings: Any) -> Any:
             return model.outside()
@@ -93,7 +93,7 @@ class _Model:
         self._kinds = getattr(self._model.config, "layer_types", None)
 
     def outside(self) -> Any:
-        """Return the model without its blocks."""
+        """Return the model with no blocks."""
         self._take([])
         self._read(self._model, "")
         self._model.tie_weights()
@@ -111,7 +111,7 @@ class _Model:
             set_parameter(module, name, self._source.tensor(stored).to(self._dtype))
 
     def variables(self, spec: Any) -> Iterator[tuple[str, Any, bool]]:
-        """Yield a model.bin's variables in order: name, variable, and whether its codes have scales."""
+        """Yield (name, variable, whether its codes have scales) in the order of model.bin."""
         outer = dict(spec.variables())
         blocks = {f"decoder/layer_{index}/": index for index in range(len(self._blocks))}
         for name in sorted(outer | blocks):
@@ -141,7 +141,7 @@ def _has_scales(spec: Any, name: str) -> bool:
 
 
 def _fix_settings(folder: Path, tokenizer: Any) -> None:
-    """Fix two faults of the converter: null for a missing special token, and tokens shifted by unused ids."""
+    """Fix two bugs of the converter's output: null special tokens, and tokens shifted by unused ids."""
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     fixed = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
@@ -159,7 +159,7 @@ def _fix_settings(folder: Path, tokenizer: Any) -> None:
 def _write_model_file(
     path: Path, spec: Any, variables: Iterator[tuple[str, Any, bool]], kind: str, advance: Callable[[int], None]
 ) -> None:
-    """Write the `variables` of the engine's `spec`, quantized to `kind`, equal ones once; raise UnsupportedError."""
+    """Write the variables to model.bin, quantized to `kind`; equal ones become aliases. Raises UnsupportedError."""
     from ctranslate2.specs.model_spec import SKIP_CREATING_ALIAS
 
     seen: dict[Any, str] = {}
@@ -192,7 +192,7 @@ def _slabs(value: Values, rows: int | None = None) -> Iterator[Any]:
 
 
 def _digest(value: Values) -> bytes:
-    """Hash values so that 0 and -0 are equal."""
+    """Return a hash of the values that treats 0 and -0 as equal."""
     digest = hashlib.sha256()
     for slab in _slabs(value):
         plain = slab + 0
@@ -201,7 +201,7 @@ def _digest(value: Values) -> bytes:
 
 
 def _write_variable(path: Path, file: BinaryIO, name: str, value: Values, kind: str, has_scales: bool) -> int:
-    """Write one variable as the engine's code quantizes it, and its scales; return the number of variables written."""
+    """Quantize and write one variable and its scales; return the number of variables written."""
     if not value.shape:
         _write_array(file, name, np.asarray(value))
         return 1
@@ -227,7 +227,7 @@ def _write_variable(path: Path, file: BinaryIO, name: str, value: Values, kind: 
 
 
 def _converted(slab: Values, kind: str, has_scales: bool) -> tuple[Any, np.ndarray | None]:
-    """Return the engine's variable of some rows, and their scale if they become codes."""
+    """Quantize some rows with the engine's code; return them with their scale, or None if they stay floats."""
     from ctranslate2.specs.common_spec import LayerNormSpec, LinearSpec
     from ctranslate2.specs.model_spec import OPTIONAL, NumpyVariable, PyTorchVariable
 

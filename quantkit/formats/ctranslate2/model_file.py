@@ -1,4 +1,4 @@
-"""CTranslate2's `model.bin`: named variables and aliases, each read on demand; numpy only.
+"""Read CTranslate2's `model.bin`: named variables and aliases, read on demand, with numpy only.
 
 Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
 (https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/specs/model_spec.py):
@@ -9,7 +9,7 @@ Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
     uint32 count of aliases, each: string alias; string name of the variable
     string: uint16 length with the final NUL; UTF-8 bytes; NUL
 
-Codes have a second variable, `NAME_scale`, float32 per row (int8) or per tensor (int16): value = code / scale.
+Quantized variables have a second one, `NAME_scale`, float32 per row (int8) or tensor (int16): value = code / scale.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Variable:
-    """The place of one variable in the file."""
+    """Location, dtype and shape of a variable in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,21 +57,21 @@ class Variable:
 
 @dataclass(frozen=True)
 class Ct2Model:
-    """One `model.bin`. `aliases` maps a name to the variable with its values."""
+    """An open `model.bin`; `aliases` maps a name to the variable that holds its values."""
 
     path: Path
     variables: dict[str, Variable]
     aliases: dict[str, str]
 
     def types(self) -> Mapping[str, int]:
-        """Count variables by type, without settings and scales."""
+        """Return the number of variables by type, not counting settings and scales."""
         return Counter(v.dtype for name, v in self.variables.items() if v.shape and not name.endswith("_scale"))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.variables[self.aliases.get(name, name)].shape
 
     def raw(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read the stored numbers of a variable or alias, or rows of it (bfloat16 as uint16); raise ArtifactError."""
+        """Read a variable or alias as stored, or rows of it (bfloat16 as uint16); raise ArtifactError."""
         variable = self.variables.get(self.aliases.get(name, name))
         if variable is None:
             raise ArtifactError(f"{self.path} has no variable {name}. {AGAIN}")
@@ -88,7 +88,7 @@ class Ct2Model:
         return part.view(kind).reshape(shape)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read a variable or alias, or rows of it, as float32: codes divided by their scale; raise ArtifactError."""
+        """Read a variable or alias, or rows of it, dequantized to float32; raise ArtifactError."""
         holder = self.aliases.get(name, name)
         stored = self.raw(holder, start, stop)
         kind = self.variables[holder].dtype
@@ -109,7 +109,7 @@ class Ct2Model:
 
 
 def read_vocabulary(path: Path) -> list[str]:
-    """Return the tokens of a vocabulary.json by id; raise ArtifactError."""
+    """Return the tokens of a vocabulary.json in order of their ids; raise ArtifactError."""
     tokens = read_json(path, ArtifactError, AGAIN)
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise ArtifactError(f"{path} is not a list of tokens. {AGAIN}")
@@ -117,7 +117,7 @@ def read_vocabulary(path: Path) -> list[str]:
 
 
 def refuse_settings(path: Path) -> None:
-    """Raise ArtifactError for a config.json that the engine cannot read."""
+    """Raise ArtifactError if the engine cannot read this config.json."""
     settings = read_object(path, ArtifactError, AGAIN)
     for name, value in (dict.fromkeys(TOKENS) | settings).items():
         known = SETTINGS.get(name, (str, bool, int, float, type(None)))
@@ -157,7 +157,7 @@ class _Cursor:
 
 
 def open_ct2_model(path: str | Path) -> Ct2Model:
-    """Read names and places of all variables of a `model.bin`; raise ArtifactError for a damaged file."""
+    """Open a `model.bin` by reading its table of variables; raise ArtifactError for a damaged file."""
     path = Path(path)
     if not path.is_file() or path.stat().st_size < 4:
         raise ArtifactError(f"{path} is missing or empty. {AGAIN}")

@@ -1,7 +1,7 @@
-"""GGUF: the files of llama.cpp (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""GGUF, the file format of llama.cpp (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-Weights equal those of llama.cpp's converter (to BF16) and `llama_model_quantize` byte for byte. Not supported: TQ
-types, architectures that `architectures/known.py` does not list.
+The weights are byte-identical to the output of llama.cpp's converter (to BF16) and `llama_model_quantize`. Not
+supported: the TQ types, and architectures that `architectures/known.py` does not list.
 """
 
 from __future__ import annotations

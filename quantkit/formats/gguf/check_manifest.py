@@ -1,4 +1,4 @@
-"""Compare a GGUF file with its recipe and its source's config.json, without torch."""
+"""Check a GGUF artifact against its recipe and the source's config.json, without torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NEEDED = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens
 
 
 def _as_source(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path | None = None) -> Checkpoint:
-    """Return a source of these tensors for a plan, without reading them."""
+    """Return a Source with these tensor shapes but no values, enough to plan a GGUF file."""
     tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
     return Checkpoint(folder or Path(), "the file", None, config, tensors)
 
@@ -58,13 +58,13 @@ def _of_its_config() -> Iterator[None]:
 
 
 def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ArtifactError if a model of that config.json has other tensors."""
+    """Raise ArtifactError if the file's tensors are not those of a model with this config.json."""
     with _of_its_config():
         make_plan(_as_source(config, shapes), ANY_TYPE)
 
 
 def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
-    """Raise ArtifactError if the architecture's keys differ from those that config.json gives."""
+    """Raise ArtifactError if the file's architecture keys differ from what quantkit derives from config.json."""
     header, tensors = headers[0], [tensor for each in headers for tensor in each.tensors]
     with _of_its_config():
         source = _as_source(config, {tensor.name: tensor.shape for tensor in tensors})
@@ -87,7 +87,7 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
 
 
 def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
-    """Raise ArtifactError if the file's tokenizer is not the one in its folder."""
+    """Raise ArtifactError if the tokenizer in the GGUF file differs from the tokenizer files in its folder."""
     tokens = header.keys["tokenizer.ggml.tokens"]
     try:
         source = _as_source(dict(artifact.manifest.source.config), {}, artifact.folder)
@@ -101,7 +101,7 @@ def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
 
 
 def _refuse_kinds(header: Header) -> None:
-    """Raise ArtifactError for missing keys, and for value types that llama.cpp rejects."""
+    """Raise ArtifactError for missing keys, or values of a type that llama.cpp rejects."""
     for key in NEEDED:
         if key not in header.keys:
             raise ArtifactError(f"{header.path} lacks the key {key}")
@@ -123,7 +123,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """Return the recipe's options that the file's keys record; raise ArtifactError for keys of another model."""
+    """Return the recipe options that the keys record, with possible values; raise ArtifactError for a mismatch."""
     import gguf
 
     headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])

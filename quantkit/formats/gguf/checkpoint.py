@@ -1,8 +1,8 @@
-"""A GGUF file as a source: tensors dequantized by ggml, in transformers' names and row order.
+"""Open a GGUF file as a source: tensors dequantized by ggml, with transformers' names and row order.
 
-transformers reads some of a file's keys only in part: a checkpoint with a wrong rope or without biases would load and
-compute something else. So a file written from the checkpoint must have the same keys. The tokenizer that transformers
-rebuilds from the file must give llama.cpp's ids; otherwise the user has to give the source's own.
+transformers does not read all GGUF keys, so the imported model could have a wrong RoPE or lack biases. Two checks
+prevent this: the imported model must map back to the same GGUF keys, and the tokenizer that transformers rebuilds
+must give the same ids as llama.cpp. If the tokenizer fails, the user must supply the original one.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # th
 
 
 class GgufCheckpoint(Source):
-    """A GGUF file (the first of a split one) as a source of float32 values; raises ArtifactError, UnsupportedError.
+    """A GGUF file as a source of float32 tensors; `path` is the first file of a split model.
 
-    `tokenizer_folder` and `config` replace the file's tokenizer and configuration.
+    `tokenizer_folder` and `config` override the file's. Raises ArtifactError, or UnsupportedError (other results).
     """
 
     format = "gguf"
@@ -133,7 +133,7 @@ def _given(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _keys_alone(path: Path, keys: Mapping[str, Any], tokenizer: bool) -> Iterator[Path]:
-    """Yield a file with these keys and no tensors, for transformers to read."""
+    """Yield a temporary GGUF file with these keys but no tensors, for transformers to read."""
     import gguf
 
     kinds = gguf.GGUFValueType
@@ -153,7 +153,7 @@ def _keys_alone(path: Path, keys: Mapping[str, Any], tokenizer: bool) -> Iterato
 
 
 def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the config.json that transformers reads from the keys, with settings that only tensors show."""
+    """Return the config.json that transformers derives from the keys, completed with settings inferred from tensors."""
     from transformers import AutoConfig
 
     with (
@@ -176,7 +176,7 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
 
 
 def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
-    """Return the tokenizer that transformers rebuilds from the file, after checking that it gives llama.cpp's ids."""
+    """Rebuild the tokenizer with transformers; raise UnsupportedError if its ids differ from llama.cpp's."""
     from transformers import AutoTokenizer
 
     fix = "Import it with `quantkit import --tokenizer FOLDER`, the source's tokenizer."
@@ -204,13 +204,13 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
 
 
 def _own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a file's architecture, without its prefix."""
+    """Return the keys of the file's architecture (such as ``llama.``), with that prefix removed."""
     prefix = f"{keys['general.architecture']}."
     return {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
 
 
 def _refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if the checkpoint differs from what these keys and rope divisors compute."""
+    """Raise UnsupportedError unless the imported model maps back to the file's keys and RoPE divisors."""
     plan = make_plan(source, "F32")
     name = plan.architecture.name
     if name != keys["general.architecture"]:

@@ -1,7 +1,7 @@
-"""Choose each tensor's type: the mixes behind names such as Q4_K_M.
+"""Choose each tensor's quantization type: the mixes behind file types such as Q4_K_M.
 
-The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36); tests compare
-them with that library. Types given for some tensors take precedence. Not here: TQ types, Q4_0 .. Q5_1 as file types.
+The rules follow llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36); tests compare the
+results. User-chosen types take precedence. Not supported as file types: TQ types, Q4_0 .. Q5_1.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ATTENTION_OUTPUTS = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XX
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """The counts that the rules depend on. `experts` is 0 if dense; `weighted`: there is an importance matrix."""
+    """Model dimensions that the type rules use; `experts` is 0 for dense models, `weighted`: an imatrix is given."""
 
     blocks: int
     heads: int
@@ -76,36 +76,36 @@ class ModelCounts:
 
     @property
     def sharing(self) -> int:
-        """Return the query heads per key-value head in the first block; 0 without attention."""
+        """Return the number of query heads per key-value head in the first block; 0 if that block has no attention."""
         return self.heads // self.kv_heads if self.kv_heads else 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The type of a tensor, and the type intended regardless of its row length."""
+    """The chosen type of a tensor, and the type it would have if its rows were a whole number of blocks."""
 
     type: str
     intended: str
 
 
 def stays_float(name: str, dimensions: int) -> bool:
-    """Return whether a tensor stays F32 in every file type."""
+    """Return whether the tensor `name` is F32 in every file type: vectors, norms, routers and the like."""
     return dimensions < 2 or not name.endswith("weight") or name.endswith(("_norm.weight", *FLOAT_PARTS))
 
 
 def stays_half(name: str) -> bool:
-    """Return whether a tensor without a given type stays in 16 bits."""
+    """Return whether a tensor stays BF16 (F32 or F16 in such files) unless the user chooses its type."""
     return any(part in name for part in HALF_PARTS)
 
 
 def block_of(name: str) -> int:
-    """Return the block of a tensor name such as ``blk.3.attn_q.weight``; -1 for none."""
+    """Return the block index in a tensor name such as ``blk.3.attn_q.weight``; -1 outside the blocks."""
     match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 def given_type(name: str, types: Mapping[str, str]) -> str | None:
-    """Return the given type of a tensor: the last pattern that equals its name or is found in it wins."""
+    """Return the user-chosen type of a tensor, or None; the last matching pattern (regular expression or name) wins."""
     matching = [kind for pattern, kind in types.items() if pattern == name or re.search(pattern, name)]
     return matching[-1] if matching else None
 
@@ -113,9 +113,9 @@ def given_type(name: str, types: Mapping[str, str]) -> str | None:
 def choose_types(
     shapes: Mapping[str, tuple[int, ...]], file_type: str, model: ModelCounts, types: Mapping[str, str] | None = None
 ) -> dict[str, Choice]:
-    """Choose the type of every tensor by its name in the file and its shape, in the order of the file.
+    """Choose every tensor's type from the tensor names and shapes in the file.
 
-    `file_type` is a key of `DEFAULT`. `types` maps regular expressions to `TENSOR_TYPES`.
+    `file_type` is a key of `DEFAULT`; `types` maps regular expressions of names to entries of `TENSOR_TYPES`.
     """
     chosen: dict[str, Choice] = {}
     seen: Counter[tuple[str, ...]] = Counter()
@@ -142,7 +142,7 @@ def choose_types(
 
 
 def fitting(intended: str, columns: int) -> str:
-    """Return `intended`, or its fallback if `columns` is not a whole number of its blocks."""
+    """Return `intended`, or a fallback type if a row of `columns` values is not a whole number of its blocks."""
     for name in (intended, FALLBACK.get(intended, NARROWEST)):
         if columns % block_type(name).block == 0:
             return name
@@ -186,7 +186,7 @@ def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: b
 
 
 def _narrow_iq(kind: str, i: int, file_type: str, default: str, model: ModelCounts) -> str:
-    """Return the type in 1-bit and 2-bit file types, which give a few tensors a wider type."""
+    """Return a tensor's type in the 1-bit and 2-bit IQ mixes, which give a few sensitive tensors more bits."""
     wider = "IQ3_S" if file_type in ("IQ2_S", "IQ2_M") else "Q2_K"
     if kind in VALUES:
         return "Q4_K" if model.sharing >= 4 or model.experts >= 4 else wider
@@ -202,7 +202,7 @@ def _narrow_iq(kind: str, i: int, file_type: str, default: str, model: ModelCoun
 
 
 def _more(i: int, n: int) -> bool:
-    """Return whether block i of n gets more bits: the first and last eighth, and every third between."""
+    """Return whether block i of n gets more bits: the first and last eighth, and every third block between them."""
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
@@ -244,7 +244,7 @@ def _down_of_falcon(i: int, file_type: str, default: str, model: ModelCounts) ->
 
 
 def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:
-    """Return notes on tensors whose rows do not fit their intended type."""
+    """Return notes that count the tensors whose row length forced a fallback type."""
     changes = Counter((c.intended, c.type) for c in chosen.values() if c.type != c.intended)
     counts: dict[int, list[str]] = {}
     totals: Counter[int] = Counter()

@@ -1,8 +1,8 @@
-"""Grouped codes as GGUF blocks: symmetric 4-bit groups become Q4_0, 8-bit groups Q8_0, and MXFP4 stays MXFP4.
+"""Repack grouped codes as GGUF blocks: symmetric 4-bit codes to Q4_0, 8-bit to Q8_0, MXFP4 to MXFP4.
 
-A block of Q4_0 is 32 values (q - 8) * d, one of Q8_0 is 32 values q * d, with d float16. A group of codes c of b bits
-with the scale s has the values (c - 2^(b-1)) * s; so q = c for Q4_0, q = c - 128 for Q8_0, and d = s, repeated in each
-block of the group. A block of MXFP4 is an exponent of E8M0 and 32 codes of E2M1 (OCP Microscaling Formats 1.0).
+A Q4_0 block is 32 values (q - 8) * d, a Q8_0 block 32 values q * d, with d float16. A group of b-bit codes c with scale
+s has the values (c - 2^(b-1)) * s, so q = c for Q4_0, q = c - 128 for Q8_0, and d = s in each block of the group.
+An MXFP4 block is an E8M0 exponent and 32 E2M1 codes (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OTHERS = "F16"  # type of embedding and head
 
 
 def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
-    """Refuse codes that these blocks cannot hold, and models that llama.cpp lacks."""
+    """Raise UnsupportedError for codes that these blocks cannot hold, or models that llama.cpp cannot run."""
     if layout.values not in ("codes", "mxfp4"):
         raise RecipeError(f"the format gguf cannot store {layout.values} with scales. Use --format compressed-tensors.")
     if len(layout.every_bits) > 1:
@@ -73,12 +73,12 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]
 
 
 def type_of(layout: Layout) -> str:
-    """Return the type whose blocks hold such layers."""
+    """Return the GGUF tensor type for this layout: Q4_0, Q8_0 or MXFP4."""
     return TYPES[layout.bits] if layout.values == "codes" else FLOATS
 
 
 def _plan(source: Source, skeleton: Skeleton, layout: Layout) -> GgufFile:
-    """Plan the file, with the type of the codes for each linear layer of the blocks."""
+    """Plan the GGUF file: linear layers of the blocks get the type of the codes."""
     linears, kind = skeleton.linears(), type_of(layout)
     file = plan_file(source, OTHERS)
     coded = [tensor.name for tensor in file.plan.tensors if tensor.parts and tensor.parts.keys() <= linears.keys()]
@@ -86,7 +86,7 @@ def _plan(source: Source, skeleton: Skeleton, layout: Layout) -> GgufFile:
 
 
 class _Writer(TensorWriter):
-    """Packs layers of codes into a spool as they come; the file is written at the end."""
+    """Packs quantized layers into a temporary spool; `write` assembles the file from it at the end."""
 
     layout: Layout
     skeleton: Skeleton
@@ -124,7 +124,7 @@ class _Writer(TensorWriter):
 
 @contextmanager
 def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[_Writer]:
-    """Yield a writer; on success write the file."""
+    """Yield a writer for the quantized layers; write the GGUF file when the context ends without an error."""
     keep_tokenizer(source.tokenizer(), run.folder)
     file, spool = _plan(source, skeleton, layout), Spool(run.folder)
     try:
@@ -138,7 +138,7 @@ def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Itera
 
 
 def pack(weight: GroupedWeight) -> torch.Tensor:
-    """Return the blocks of a symmetric layer of 4 or 8 bits, (N, bytes of a row) uint8."""
+    """Return the Q4_0 or Q8_0 blocks of a symmetric 4- or 8-bit weight, uint8 (N, bytes per row)."""
     rows, columns = weight.shape
     codes = weight.codes.reshape(rows, columns // BLOCK, BLOCK)
     each = weight.scales.repeat_interleave(columns // weight.scales.shape[1] // BLOCK, 1)
@@ -148,7 +148,7 @@ def pack(weight: GroupedWeight) -> torch.Tensor:
 
 
 def unpack(stored: torch.Tensor, bits: int, group_size: int) -> GroupedWeight:
-    """Invert `pack`, with a scale per `group_size` columns (-1: per row)."""
+    """Invert `pack`; the result has one scale per `group_size` columns (-1: per row)."""
     width = 2 + (BLOCK // 2 if bits == 4 else BLOCK)
     blocks = stored.reshape(len(stored), -1, width)
     scales, values = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
@@ -163,7 +163,7 @@ def unpack(stored: torch.Tensor, bits: int, group_size: int) -> GroupedWeight:
 
 
 def pack_floats(weight: ScaledWeight) -> torch.Tensor:
-    """Return the blocks of a layer of MXFP4, (N, bytes of a row) uint8."""
+    """Return the MXFP4 blocks of a weight, uint8 (N, bytes per row)."""
     rows, columns = weight.shape
     codes = weight.values.reshape(rows, columns // BLOCK, BLOCK)
     return torch.cat([weight.scales.unsqueeze(-1), _nibbles(codes)], -1).reshape(rows, -1)
@@ -176,7 +176,7 @@ def unpack_floats(stored: torch.Tensor) -> ScaledWeight:
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Put two codes into a byte: the first half of a block low, the second half high."""
+    """Pack two codes per byte: the first half of a block in the low nibbles, the second half in the high nibbles."""
     return codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << 4)
 
 

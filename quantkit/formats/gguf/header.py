@@ -1,8 +1,8 @@
-"""Read the header of a GGUF file: its keys, and the place of each tensor.
+"""Read a GGUF file's header: metadata keys and the location of each tensor.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Numbers are checked
-against the file's size and against limits far above published files. As in ggml (ggml/src/gguf.cpp), refused are:
-duplicate names, nested lists, and gaps between tensors.
+against the file size and generous limits. As in ggml (ggml/src/gguf.cpp), duplicate names, nested lists and gaps
+between tensors are errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHOWN_ITEMS = 3  # of a list that are printed
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file: its shape has the columns last; `start` is its first byte."""
+    """Location of a tensor in the file: `start` is the offset in bytes; `shape` is in numpy order, columns last."""
 
     name: str
     type: str
@@ -51,13 +51,13 @@ class Stored:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of all matrices together."""
+        """Return the number of rows, over all leading dimensions."""
         return math.prod(self.shape[:-1])
 
 
 @dataclass(frozen=True)
 class Share:
-    """The totals of all tensors of one type."""
+    """Totals over all tensors of one type: number of tensors, weights and bytes."""
 
     tensors: int
     weights: int
@@ -66,7 +66,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Header:
-    """Keys with their values, and tensors, in the order of the file."""
+    """Metadata keys and tensors of a GGUF file, in file order."""
 
     path: Path
     keys: dict[str, Any]
@@ -75,7 +75,7 @@ class Header:
 
     @property
     def unusual(self) -> tuple[str, ...]:
-        """Return the integer keys that are not uint32."""
+        """Return the integer-valued keys that are not stored as uint32."""
         return tuple(key for key, value in self.keys.items() if type(value) is int and self.kinds[key] != (UINT32,))
 
     @property
@@ -84,16 +84,16 @@ class Header:
 
     @property
     def bits_per_weight(self) -> float:
-        """Return bits per weight of the whole file, as in an artifact's manifest."""
+        """Return the file size in bits per weight, as recorded in an artifact's manifest."""
         return bits_per_weight(self.path.stat().st_size, self.weights)
 
     @property
     def tensor_bits_per_weight(self) -> float:
-        """Return bits per weight of the tensors, without keys and tokenizer: llama.cpp's BPW."""
+        """Return the tensors' bits per weight, without metadata and tokenizer; llama.cpp calls it BPW."""
         return bits_per_weight(sum(t.nbytes for t in self.tensors), self.weights)
 
     def shares(self) -> dict[str, Share]:
-        """Sum tensors by type, the one with the most weights first."""
+        """Return totals per tensor type, sorted by number of weights, largest first."""
         shares: dict[str, Share] = {}
         for t in self.tensors:
             before = shares.get(t.type, Share(0, 0, 0))
@@ -110,7 +110,7 @@ class Header:
         }
 
     def count(self, key: str, least: int, most: int, default: int | None = None) -> int:
-        """Return the whole number at `key`; raise ArtifactError if it is missing, of another kind or out of range."""
+        """Return the integer at `key`; raise ArtifactError if it is missing, not an integer, or outside least..most."""
         value = self.keys.get(key, default)
         if value is None:
             raise ArtifactError(f"{self.path} lacks the key {key}")
@@ -121,7 +121,7 @@ class Header:
         return value
 
     def text(self, key: str) -> str:
-        """Return the text at `key`; raise ArtifactError if it is missing or of another kind."""
+        """Return the string at `key`; raise ArtifactError if it is missing or not a string."""
         value = self.keys.get(key)
         if value is None:
             raise ArtifactError(f"{self.path} lacks the key {key}")
@@ -131,13 +131,13 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of `path`; raise ArtifactError for a truncated file, or one that is not GGUF."""
+    """Read the header of the file `path`; raise ArtifactError if it is truncated or not GGUF."""
     with reraise_as(f"{path} is not a readable GGUF file", ArtifactError, FIX), path.open("rb") as file:
         return _Parser(file, path).header()
 
 
 class _Parser:
-    """Parses a header within its limits; raises ValueError and struct.error."""
+    """Parses a GGUF header within size limits; raises ValueError or struct.error for malformed input."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -249,7 +249,7 @@ def _padded(place: int, alignment: int) -> int:
 
 
 def contents_of(path: Path) -> Header:
-    """Read the header of a GGUF file, or of the only one in a folder, with long lists cut; raises ArtifactError."""
+    """Read the header of a GGUF file, or of a folder's only one, with long lists cut; raise ArtifactError."""
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) != 1:
         raise ArtifactError(f"{path} holds {len(files)} GGUF files. Give one file.")

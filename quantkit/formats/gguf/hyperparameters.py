@@ -1,6 +1,6 @@
-"""Convert config.json to the keys of a GGUF file.
+"""Convert config.json to GGUF metadata keys.
 
-The rotary embedding's keys and divisors come from transformers' rope parameters (modeling_rope_utils.py).
+RoPE keys and frequency divisors come from transformers' rope parameters (modeling_rope_utils.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STILL = 1e30  # llama.cpp's divisor for values that do not rotate
 def rope_of(
     source: Source, architecture: Architecture, config: Any, head_dim: int, context: int
 ) -> tuple[Keys, Factors]:
-    """Return keys and divisors of the rotary embedding; raise UnsupportedError if llama.cpp computes another."""
+    """Return RoPE's GGUF keys and frequency divisors; raise UnsupportedError if llama.cpp lacks this RoPE."""
     if not architecture.rope_types:
         return {}, {}
     given = dict(config.rope_parameters or {})
@@ -89,10 +89,10 @@ def _kind(rope: dict[str, Any]) -> str:
 
 
 def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[np.float32]:
-    """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies, for llama3 scaling.
+    """Return Llama 3's RoPE frequency divisors, float32 (rotated / 2,), in llama.cpp's form.
 
-    Frequencies with a wavelength above original / low tokens are divided by `factor`, those below original / high
-    tokens are unchanged; the inverse is interpolated in between (transformers, `_compute_llama3_parameters`).
+    Wavelengths above original / low_freq_factor are divided by `factor`, those below original / high_freq_factor are
+    unchanged, and the inverse divisor is interpolated in between (transformers' `_compute_llama3_parameters`).
     """
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(rope["original_max_position_embeddings"])
@@ -104,17 +104,17 @@ def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[
 
 
 def proportional_factors(share: float, factor: float, rotated: int) -> NDArray[np.float32]:
-    """Return llama.cpp's divisors (rotated / 2,) of the rope frequencies if only the first `share` rotate."""
+    """Return RoPE divisors, float32 (rotated / 2,), if only the first `share` of the dimensions rotates."""
     turning = int(share * rotated // 2)
     return np.array([factor] * turning + [STILL] * (rotated // 2 - turning), np.float32)
 
 
 def _yarn(source: Source, rope: dict[str, Any], context: int, scores: bool) -> Keys:
-    """Return the keys of YaRN; raise UnsupportedError for settings that differ from llama.cpp's.
+    """Return the GGUF keys of YaRN scaling; raise UnsupportedError for settings that llama.cpp hard-codes differently.
 
-    llama.cpp uses the frequencies of betas 32 and 1, and scales by 1 + ln(factor) / 10 times a factor
-    in the file (ggml-cpu/ops.cpp, `rope_yarn`; llama-context.cpp). In models with latent attention the scores are
-    scaled, by one scale (models/deepseek2.cpp).
+    llama.cpp fixes beta_fast = 32 and beta_slow = 1, and scales by (1 + ln(factor) / 10) * attn_factor, where only
+    attn_factor is in the file (`rope_yarn` in ggml-cpu/ops.cpp; llama-context.cpp). With latent attention it
+    scales the attention scores instead (models/deepseek2.cpp).
     """
     original = rope["original_max_position_embeddings"]
     factor = context / original if rope.get("factor") is None else _real(source, rope, "factor")
@@ -140,13 +140,13 @@ def _yarn(source: Source, rope: dict[str, Any], context: int, scores: bool) -> K
 
 
 def rounds_yarn(config: Any) -> bool:
-    """Return whether llama.cpp rounds YaRN's range of frequencies but the source does not."""
+    """Return whether llama.cpp rounds YaRN's frequency range although the source disables it (``truncate: false``)."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     return _kind(rope) == "yarn" and rope.get("truncate") is False
 
 
 def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[Keys, Factors]:
-    """Return transformers' scale of rotated values, and two lists of divisors, of which llama.cpp uses one."""
+    """Return LongRoPE's keys (attention factor, original context) and its long and short frequency divisors."""
     original = int(rope["original_max_position_embeddings"])
     scale = context / original
     attention = rope.get("attention_factor") or (
@@ -191,7 +191,7 @@ REAL = (
 
 
 def find_architecture(source: Source) -> Architecture:
-    """Return the source's architecture; raise UnsupportedError."""
+    """Return the GGUF architecture of the source's `model_type`; raise UnsupportedError if there is none."""
     if source.architecture not in KNOWN:
         why = LACKING.get(source.architecture)
         reason = f" ({why})" if why else ""
@@ -206,7 +206,7 @@ def find_architecture(source: Source) -> Architecture:
 
 
 def read_shape(source: Source) -> ModelShape:
-    """Read config.json; raise SourceError, UnsupportedError, also for models that llama.cpp would compute wrongly."""
+    """Read the model's dimensions and GGUF keys from config.json; raise SourceError or UnsupportedError."""
     row, config = find_architecture(source), source.settings
     with reraise_as(f"{source.model}: config.json lacks settings of a GGUF file", SourceError):
         for name, known in row.required_config.items():
@@ -243,7 +243,7 @@ def read_shape(source: Source) -> ModelShape:
 
 
 def _number(source: Source, key: str, setting: Setting) -> int | list[int]:
-    """Return a count or size, or the list of each block's; raise UnsupportedError."""
+    """Evaluate `setting` to an integer, or to a per-block list; raise UnsupportedError for invalid numbers."""
     called = setting if isinstance(setting, str) else key
     most = {shapes.BLOCKS: MOST_BLOCKS, shapes.EXPERTS: MOST_EXPERTS}.get(key, MOST)
     given = of_config(source.settings, setting)
@@ -260,7 +260,7 @@ def _count(source: Source, called: str, value: Any, least: int, most: int) -> in
 
 
 def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None:
-    """Raise SourceError for more blocks or experts than tensors, UnsupportedError for unequal heads."""
+    """Raise SourceError for more blocks or experts than the tensors allow, UnsupportedError for invalid heads."""
     single = not row.stacks and any("{expert}" in part for part in row.parts)
     experts = shape.experts if single else 0
     if shape.blocks * max(experts, 1) > len(source.tensors):
@@ -277,7 +277,7 @@ def _refuse_counts(source: Source, row: Architecture, shape: ModelShape) -> None
 
 
 def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict[str, Value]:
-    """Return the keys of expert groups, one group if all are used (llama.cpp would abort); raise UnsupportedError."""
+    """Return changed keys of expert groups (all used: one group); raise UnsupportedError for groups llama.cpp lacks."""
     count, used = keys.get(GROUPS, 1), keys.get(GROUPS_USED)
     if not isinstance(count, int) or count <= 1:
         return {}
@@ -290,7 +290,7 @@ def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict
 
 
 def _stored_value(source: Source, key: str, value: Any) -> Value:
-    """Return the value for the file, with numbers as float32 or uint32; raise UnsupportedError."""
+    """Check that a key's value fits GGUF's float32 or uint32 and return it; raise UnsupportedError if it does not."""
     if isinstance(value, str | list) or (isinstance(value, bool) and not key.endswith(REAL)):
         return value
     if key.endswith(REAL):
@@ -305,7 +305,7 @@ def _stored_value(source: Source, key: str, value: Any) -> Value:
 
 
 def ignored_window(source: Source, shape: ModelShape) -> int | None:
-    """Return the attention window in tokens that llama.cpp ignores; None if no window is ignored."""
+    """Return the sliding-window size in tokens if llama.cpp ignores it for this model, else None."""
     window = whole_number(source.config, "sliding_window", 0, MOST, source.model, UnsupportedError)
     used = source.config.get("use_sliding_window", source.architecture not in ("qwen2", "qwen3", "qwen3_moe"))
     if find_architecture(source).follows_window or not used or not window or window >= shape.number(shapes.CONTEXT):

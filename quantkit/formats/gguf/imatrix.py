@@ -1,8 +1,8 @@
-"""Read llama.cpp's importance files, and write them for llama-quantize (tools/imatrix/imatrix.cpp).
+"""Read and write llama.cpp's importance-matrix (imatrix) files, as tools/imatrix/imatrix.cpp does.
 
-The GGUF kind has, for each weight NAME of a block, `NAME.in_sum2`, the sums of squared inputs of each column, and
-`NAME.counts`, the number of tokens, both F32; their quotient is the mean square. The older kind (.dat) is a plain list:
-number of entries; for each the length of its name, the name, calls, number of values, float32 means times calls.
+The GGUF kind stores, for each weight NAME, `NAME.in_sum2` (sums of squared inputs per column) and `NAME.counts`
+(number of tokens), both F32; importance is their quotient. The legacy kind (.dat) is a list: the number of entries,
+then for each entry: length of name, name, number of calls, number of values, float32 means times calls.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight
 
 
 def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Give a little importance to runs of 16 columns with almost zero inputs, whose weights ggml would zero."""
+    """Increase near-zero importance in runs of 16 columns slightly, because ggml would zero the weights there."""
     runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
     runs[runs.max(axis=1) < FAINTEST] = max(float(importance.mean()) * SILENT, SILENT)
     return runs.reshape(-1)
 
 
 def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: CalibrationTokens) -> None:
-    """Write the mean squared inputs (columns,) float32, by the source's weight names, as the GGUF kind."""
+    """Write the mean squared inputs, float32 (columns,) by source weight name, to a GGUF imatrix file."""
     import gguf
 
     sequences, length = tokens.ids.shape
@@ -62,9 +62,9 @@ def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: Calibr
 
 
 def read_imatrix(path: Path) -> Values:
-    """Return mean squared inputs (experts or 1, columns) float32 by tensor name.
+    """Read an imatrix file of either kind; return mean squared inputs, float32 (experts or 1, columns), by tensor name.
 
-    Raises RecipeError if the file cannot be used.
+    Raises RecipeError if the file is unusable.
     """
     with reraise_as(f"imatrix_file: {path} cannot be read as an importance file", RecipeError):
         with path.open("rb") as file:
@@ -132,7 +132,7 @@ def _read_old(path: Path) -> Values:
 
 
 def importance_from(path: Path, plan: Plan) -> Values:
-    """Return the importance of matrices in blocks by the source's weight names; raise RecipeError if there is none."""
+    """Read an imatrix file and map it to the source's weight names; raise RecipeError if no weight matches."""
     values = read_imatrix(path)
     importance: Values = {}
     for tensor in plan.tensors:
@@ -155,6 +155,6 @@ def importance_from(path: Path, plan: Plan) -> Values:
 
 
 def unweighted(plan: Plan, importance: Importance) -> list[PlannedTensor]:
-    """List the tensors of blocks whose rounding uses importance, but that have none."""
+    """List tensors whose type uses importance but which have none in `importance`."""
     weighted = [tensor for tensor in plan.tensors if block_of(tensor.name) >= 0 and tensor.type in WEIGHTED]
     return [tensor for tensor in weighted if not importance.keys() >= tensor.parts.keys()]

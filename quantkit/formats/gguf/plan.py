@@ -1,4 +1,4 @@
-"""The plan of a file: its tensors in order, each with type, shape and the source's tensors it is made from."""
+"""Plan a GGUF file before any weights are read: tensors in order, their types, shapes and source tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GUESSES = ("mtp.", "model.mtp.")  # blocks for multi-token prediction; other mod
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the file: `shape` (columns,), (rows, columns) or (experts, rows, columns)."""
+    """A tensor of the planned file; `shape` is (columns,), (rows, columns) or (experts, rows, columns)."""
 
     name: str
     type: str
@@ -43,7 +43,7 @@ class PlannedTensor:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of all experts together."""
+        """Return the number of rows, over all experts."""
         return math.prod(self.shape[:-1])
 
     @property
@@ -52,33 +52,33 @@ class PlannedTensor:
 
     @property
     def columns(self) -> RowOrder | None:
-        """Return the order of the source's columns in the file; None if unchanged."""
+        """Return, for each column in the file, the index of the source column; None if unchanged."""
         return None if self.slot is None else self.slot.columns
 
     @property
     def is_of_heads(self) -> bool:
-        """Return whether it has a matrix per head, cut out of a source's tensor, unlike any layer."""
+        """Return whether the tensor holds one matrix per head, cut out of a larger source tensor (MLA)."""
         return self.slot is not None and self.slot.counted == "head"
 
     @property
     def is_measured(self) -> bool:
-        """Return whether sensitivity can be measured: an indexer only selects tokens, so no gradient flows."""
+        """Return whether its sensitivity can be measured; an indexer only selects tokens, so no gradient reaches it."""
         return bool(self.parts) and not self.is_of_heads and ".indexer." not in self.name
 
     @property
     def is_weighted(self) -> bool:
-        """Return whether calibration or an importance file gives its columns' importance."""
+        """Return whether calibration or an imatrix file provides importance for its columns."""
         return bool(self.parts) and self.name.startswith("blk.") and not self.is_of_heads
 
     def padded(self, kind: str | None = None) -> int:
-        """Return the tensor's bytes in the file, padded to the alignment, with its own type or with `kind`."""
+        """Return the tensor's size in bytes, including alignment padding, as its own type or as type `kind`."""
         nbytes = self.rows * block_type(kind or self.type).row_bytes(self.shape[-1])
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known of a file before weights are read."""
+    """The complete plan of a GGUF file."""
 
     source: Source  # with stacked tensors split (`slots.py`)
     architecture: Architecture
@@ -89,11 +89,11 @@ class Plan:
 
     @property
     def tensor_bytes(self) -> int:
-        """Return the bytes of all tensors, each padded to the file's alignment."""
+        """Return the total size of all tensors in bytes, including alignment padding."""
         return sum(tensor.padded() for tensor in self.tensors)
 
     def with_same_inputs(self, importance: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-        """Return `importance`, by source names, extended to layers that share a measured layer's inputs."""
+        """Return `importance` (by source name), copied to unmeasured layers that read a measured layer's inputs."""
         found = dict(importance)
         for part in (part for tensor in self.tensors for part in tensor.parts if part not in importance):
             for own, other in self.architecture.same_inputs.items():
@@ -108,7 +108,7 @@ class Plan:
 
 
 def model_name(source: Source) -> str:
-    """Return the last part of the model's id or folder, with letters, digits and ``._-`` only."""
+    """Return the last part of the model's id or path, reduced to letters, digits and ``._-``."""
     last = source.model.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
     for candidate in (last, source.folder.resolve().name):
         if name := re.sub(r"[^A-Za-z0-9._-]+", "-", candidate).strip("-."):
@@ -118,7 +118,7 @@ def model_name(source: Source) -> str:
 
 @dataclass(frozen=True)
 class Filled:
-    """The slots of a file by name, each with its parts' names: transformers' -> the checkpoint's."""
+    """Each slot of the file, by tensor name, with the checkpoint's names of its parts."""
 
     source: Source
     architecture: Architecture
@@ -129,7 +129,7 @@ class Filled:
 
 
 def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = None, weighted: bool = False) -> Plan:
-    """Plan a file from headers only, with given `types` of tensors; `weighted`: there will be an importance matrix."""
+    """Plan a GGUF file from headers alone; `types` are user-chosen types, `weighted`: an imatrix will be used."""
     filled = fill_slots(source)
     source, row, shape = filled.source, filled.architecture, filled.shape
     if extra := filled.unplaced:
@@ -162,7 +162,7 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
 
 
 def fill_slots(source: Source) -> Filled:
-    """Find the tensors of each slot; raise UnsupportedError, SourceError."""
+    """Match the checkpoint's tensors to the file's slots; raise SourceError if any is missing, or UnsupportedError."""
     row = find_architecture(source)
     source = unstacked(source, row)
     shape = read_shape(source)
@@ -193,12 +193,12 @@ def fill_slots(source: Source) -> Filled:
 
 
 def _names(part: str, row: Architecture) -> Iterator[str]:
-    """Yield a part's names in checkpoints, some of which omit the base model's prefix."""
+    """Yield the names under which checkpoints may store a part: without and with the base model's prefix."""
     yield from (part.removeprefix(row.prefix), part)
 
 
 def _scalars(source: Source, row: Architecture, blocks: int) -> dict[str, tuple[str, ...]]:
-    """Return by key the one-value tensors of all blocks; raise SourceError for other shapes."""
+    """Return, by GGUF key, the names of the one-value tensors of all blocks; raise SourceError for other shapes."""
     keys: dict[str, tuple[str, ...]] = {}
     for part, (key, shape) in row.scalars.items():
         wanted = (f"{row.blocks}.{block}.{part}" for block in range(blocks))
@@ -210,7 +210,7 @@ def _scalars(source: Source, row: Architecture, blocks: int) -> dict[str, tuple[
 
 
 def guesses_further(name: str, source: Source, blocks: int) -> bool:
-    """Return whether a tensor is for multi-token prediction, in a model of `blocks` blocks."""
+    """Return whether a tensor belongs to multi-token prediction (MTP), in a model of `blocks` blocks."""
     if name.startswith(GUESSES):
         return True
     block = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
@@ -218,7 +218,7 @@ def guesses_further(name: str, source: Source, blocks: int) -> bool:
 
 
 def _refuse_shapes(source: Source, slot: Slot, parts: Mapping[str, str]) -> None:
-    """Raise UnsupportedError for parts whose dtypes or shapes do not match config.json."""
+    """Raise UnsupportedError for source tensors that are not floats or whose shapes contradict config.json."""
     for name in parts.values():
         info = source.tensors[name]
         own = slot.source_shape(info.shape[0] if info.shape else 1)

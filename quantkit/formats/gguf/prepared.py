@@ -1,4 +1,4 @@
-"""Prepare a source for a GGUF file: fold factors into weights, drop some tensors, add rows for all tokens."""
+"""Adapt a source to GGUF: fold multipliers into weights, drop unused tensors, extend per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TABLE, ROWS = "model.embed_tokens_per_layer.weight", "vocab_size_per_layer_input
 
 
 def prepared(source: Source) -> Source:
-    """Return the prepared source, or the source itself if nothing changes; raise SourceError, UnsupportedError."""
+    """Return the adapted source, or `source` itself if nothing changes; raise SourceError or UnsupportedError."""
     return _without_zero_biases(_fitted(_with_multipliers_inside(source)))
 
 
 def _with_multipliers_inside(source: Source) -> Source:
-    """Put the architecture's multipliers into the weights; a tied head may get weights of its own."""
+    """Fold the architecture's multipliers into the weights; a tied head is untied if its factor differs."""
     row = KNOWN.get(source.architecture)
     if row is None or not row.multipliers:
         return source
@@ -45,9 +45,9 @@ def _with_multipliers_inside(source: Source) -> Source:
 
 
 def _fitted(source: Source) -> Source:
-    """Drop keys and values of blocks that reuse those of others, and complete the table of per-block inputs.
+    """Drop unused key and value weights of KV-sharing blocks, and extend the per-layer embedding to all tokens.
 
-    transformers uses its first row for tokens without a row (models/gemma3n/modeling_gemma3n.py).
+    New rows are copies of the first one, which transformers uses for these tokens (models/gemma3n/modeling_gemma3n.py).
     """
     row = KNOWN.get(source.architecture)
     if row is None or not row.shares_keys:
@@ -77,7 +77,7 @@ def _fitted(source: Source) -> Source:
 
 
 def _without_zero_biases(source: Source) -> Source:
-    """Drop zero biases that a file cannot store: AutoGPTQ stored one for each layer."""
+    """Drop all-zero biases that GGUF has no place for; AutoGPTQ stored one per layer."""
     stored = source.tensors.items()
     biases = {name for name, info in stored if name.endswith(".bias") and len(info.shape) == 1 and info.dtype in FLOATS}
     extra: list[str] = []

@@ -1,4 +1,4 @@
-"""Read a GGUF file back: dequantized by ggml, with the source's names and row order."""
+"""Read a GGUF file: tensors dequantized by ggml, with transformers' names and row order."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama.cpp's names for th
 
 
 def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
-    """Yield each tensor of a GGUF file: its transformers name, and its values in transformers' layout.
+    """Yield (transformers name, values) of each tensor in a GGUF file, in transformers' layout.
 
-    For a split model, `path` is the first file. A tied head is not yielded. Raises ArtifactError for a broken file, an
-    unknown architecture, or tensors that do not fit its keys.
+    `path` is the first file of a split model. A tied head is not yielded. Raises ArtifactError for a damaged file, an
+    unknown architecture, or tensors that do not match the keys.
     """
     headers = headers_of(path)
     first, name = headers[0], headers[0].text("general.architecture")
@@ -76,7 +76,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
 
 
 def _rows_named(name: object) -> list[Architecture]:
-    """Return the known transformers architectures with this llama.cpp name."""
+    """Return the architecture rows with this llama.cpp name."""
     return [row for row in KNOWN.values() if name and name in (row.name, row.name_with_experts)]
 
 
@@ -89,7 +89,7 @@ def _scalars(header: Header, name: str, key: str, shape: tuple[int, ...], blocks
 
 
 def rope_divisors(path: Path) -> dict[str, Floats]:
-    """Return the rope's divisors by name."""
+    """Return the RoPE frequency divisors stored in the file, by tensor name."""
     return {
         tensor.name: _rows(header.path, tensor, 0, 1)[0]
         for header in headers_of(path)
@@ -99,7 +99,7 @@ def rope_divisors(path: Path) -> dict[str, Floats]:
 
 
 def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
-    """Read rows of a tensor, without mmap, since mapped pages would count as memory."""
+    """Read and dequantize rows of a tensor; mmap is avoided, since its pages would count as process memory."""
     row = tensor.nbytes // tensor.rows
     stored = np.fromfile(path, np.uint8, (stop - start) * row, offset=tensor.start + start * row)
     with reraise_as(f"{path}: the tensor {tensor.name} cannot be read", ArtifactError, FIX):
@@ -107,7 +107,7 @@ def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
 
 
 def headers_of(path: Path) -> list[Header]:
-    """Return the headers of all files of a model; `path` is the first. Raises ArtifactError."""
+    """Return the headers of all files of a split model; `path` is the first. Raises ArtifactError."""
     header = _plain(read_header(path))
     count = header.count("split.count", 0, MOST_FILES, 1)
     if count < 2:
@@ -126,7 +126,7 @@ def headers_of(path: Path) -> list[Header]:
 
 
 def _plain(header: Header) -> Header:
-    """Replace per-block lists of equal numbers by the number; raise ArtifactError for other value types."""
+    """Replace per-block lists of equal numbers by one number; raise ArtifactError for wrong value types."""
     keys, name = dict(header.keys), header.keys.get("general.architecture")
     own = f"{name}."
     if wrong := [key for key in header.unusual if key.startswith(own)]:
@@ -152,14 +152,14 @@ def _plain(header: Header) -> Header:
 
 
 def _differ(values: list[Any], unlike: bool, lacking: bool) -> bool:
-    """Return whether these per-block numbers may differ: `unlike` blocks, or 0 for blocks `lacking` it."""
+    """Return whether per-block numbers may differ: `unlike` architectures; `lacking` also allows 0 in some blocks."""
     whole = all(type(value) is int and 0 <= value <= MOST for value in values)
     kinds = len(set(values) - {0})
     return whole and (lacking and kinds == 1 if 0 in values else unlike and kinds > 1)
 
 
 def _fitting_row(headers: list[Header], rows: list[Architecture]) -> tuple[Architecture, ModelShape, dict[str, Slot]]:
-    """Return the architecture that fits the file, the file's numbers, and its slots by name."""
+    """Return the architecture row that matches the file's tensors, the model's dimensions, and its slots by name."""
     there = {tensor.name for header in headers for tensor in header.tensors}
     shape = _shape_of(headers, rows[0].name, any("{head}" in part for row in rows for part in _parts(row)))
     if not there:  # a vocabulary
@@ -180,7 +180,7 @@ def _fitting_row(headers: list[Header], rows: list[Architecture]) -> tuple[Archi
 
 
 def _lacking(row: Architecture, slots: list[Slot], there: set[str]) -> list[str]:
-    """List the missing tensors that every file of such a model has, for all alternatives."""
+    """List the tensors that are missing although every model of this architecture has them."""
     names = Counter(slot.name for slot in slots)
     needed = (slot for slot in slots if slot.condition is None or names[slot.name] > 1)
     return sorted({slot.name for slot in needed if row.head not in slot.parts} - there)
@@ -193,7 +193,7 @@ def _parts(row: Architecture) -> Iterator[str]:
 
 
 def _shape_of(headers: list[Header], name: str, of_heads: bool) -> ModelShape:
-    """Return the numbers in a file's keys; `of_heads`: it has a matrix per head. Raises ArtifactError."""
+    """Return the model's dimensions from its keys; `of_heads`: it may have per-head tensors. Raises ArtifactError."""
     first, own = headers[0], f"{name}."
     keys = {key.removeprefix(own): value for key, value in first.keys.items() if key.startswith(own)}
 
@@ -222,7 +222,7 @@ def _shape_of(headers: list[Header], name: str, of_heads: bool) -> ModelShape:
 
 
 def _of_shape(path: Path, tensor: Stored, expected: tuple[int, ...]) -> Stored:
-    """Reshape a one-row matrix, which llama-quantize writes as a vector; raise ArtifactError for other shapes."""
+    """Restore a 1-row matrix that llama-quantize stored as a vector; raise ArtifactError for other shape mismatches."""
     if tensor.shape != expected and expected != (1, *tensor.shape):
         raise ArtifactError(
             f"{path}: the tensor {tensor.name} has the shape {tensor.shape}, but the file's keys require {expected}. "

@@ -1,8 +1,8 @@
-"""The shape of each tensor in a file, from the model's numbers in the file's keys, and orders of rows.
+"""Expected tensor shapes in a GGUF file, computed from its keys, and row permutations.
 
-llama.cpp checks a file's tensors against its keys (src/models/ of https://github.com/ggml-org/llama.cpp), and
-transformers checks a checkpoint's against config.json. Without such checks a file could be written that nothing loads.
-llama.cpp needs fused or rotated weights in another order of rows: an order lists the source's rows for the file.
+llama.cpp checks tensors against the file's keys, and transformers checks them against config.json. These tables catch
+a mismatch before a file is written. llama.cpp needs some fused or rotary weights in another row order: a RowOrder
+lists, for each row of the file, the source row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAUREL = 64  # rank in Gemma 3n, fixed in llama.cpp
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts of query and key-value heads, and the rows of each."""
+    """Numbers of query and key-value heads, and the rows per head."""
 
     query: int
     key: int
@@ -45,7 +45,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's numbers."""
+    """A model's dimensions: its GGUF keys and the values derived from them."""
 
     keys: Mapping[str, Value]  # the file's keys, without the architecture's prefix
     vocabulary: int
@@ -55,7 +55,7 @@ class ModelShape:
     recurs: bool = False  # whether these are the numbers of a block without attention
 
     def number(self, key: str, default: int = 0) -> int:
-        """Return the whole number at `key`, the largest of a list, or `default` for anything else."""
+        """Return the integer at `key` (a per-block list's maximum), or `default` if missing or not an integer."""
         value = self.keys.get(key)
         value = max(value, default=None) if isinstance(value, list) and key in BY_BLOCK else value
         return value if isinstance(value, int) else default
@@ -74,7 +74,7 @@ class ModelShape:
 
     @property
     def own_blocks(self) -> int:
-        """Return the number of blocks with their own keys and values; later blocks reuse them."""
+        """Return the number of blocks with their own key and value projections; later blocks reuse keys and values."""
         return self.blocks - self.number(SHARED)
 
     @property
@@ -85,18 +85,18 @@ class ModelShape:
 
     @property
     def linear_heads(self) -> Heads:
-        """Return the heads of a gated delta rule: value heads, key heads, and the size of each."""
+        """Return the heads of linear attention (gated delta rule): `query` counts value heads, `key` key heads."""
         values = self.number("ssm.time_step_rank")
         return Heads(values, self.number("ssm.group_count"), self.number("ssm.inner_size") // max(values, 1))
 
     @property
     def index_heads(self) -> Heads:
-        """Return the heads of an indexer, which share one key."""
+        """Return the heads of the sparse-attention indexer; all query heads share one key head."""
         heads, size = (self.number(f"attention.indexer.{name}") for name in ("head_count", "key_length"))
         return Heads(heads, 1, size, self.number(ROTATED))
 
     def of_block(self, block: int) -> ModelShape:
-        """Return the numbers of one block; a 0 in a list (no such tensors) becomes the other blocks' number."""
+        """Return one block's dimensions; a per-block 0 (tensor absent) is replaced by the maximum over all blocks."""
         listed = {key: value[block : block + 1] for key, value in self.keys.items() if isinstance(value, list)}
         own = {key: (listed[key] or [0])[0] or self.number(key) for key in BY_BLOCK if key in listed}
         if any(listed.get(SLIDING_BLOCKS, [])):
@@ -105,7 +105,7 @@ class ModelShape:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Return every length by its name in `SHAPES`."""
+        """Return every named dimension that the table `SHAPES` uses."""
         heads, linear, index, number = self.heads, self.linear_heads, self.index_heads, self.number
         query, key, value = heads.query * heads.size, heads.key * heads.size, number(VALUE_LENGTH)
         inner, rotated, latent = number(INNER), number(ROTATED), number("attention.kv_lora_rank")
@@ -183,7 +183,7 @@ SHAPES: Mapping[str, Lengths] = {
 
 
 def expected_shape(name: str, lengths: Mapping[str, int], other: Mapping[str, Lengths]) -> tuple[int, ...]:
-    """Return the file's shape of the tensor `name`; `other` has an architecture's own shapes. Raises KeyError."""
+    """Return the shape that the file's tensor `name` must have; `other` overrides `SHAPES`. Raises KeyError."""
     own = re.sub(r"^blk\.\d+\.", "", name)
     stem = own.removesuffix(".weight").removesuffix(".bias")
     shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])
@@ -196,14 +196,14 @@ RowReader = Callable[[int, int], NDArray[Any]]  # (start, stop) -> those rows
 
 @dataclass(frozen=True)
 class Order:
-    """An order of rows: `rows` makes it for a model's `heads`; `rotary`: the order is for rotated pairs."""
+    """A row permutation: `rows` computes it from `heads`; a `rotary` one needs an even number of rotated rows."""
 
     rows: Callable[[Heads], RowOrder]
     heads: Callable[[ModelShape], Heads] = lambda shape: shape.heads
     rotary: bool = False
 
     def of(self, shape: ModelShape, count: int) -> RowOrder:
-        """Return the order of a tensor of `count` rows; raise ValueError if the heads have another count."""
+        """Return the permutation for a tensor of `count` rows; raise ValueError if `count` does not match the heads."""
         heads = self.heads(shape)
         turned = heads.turned or heads.size
         uneven = self.rotary and (turned % 2 != 0 or turned > heads.size)
@@ -216,7 +216,7 @@ class Order:
 
 
 def _halves(count: int, heads: Heads) -> RowOrder:
-    """Interleave the halves of a head's rotated rows: transformers rotates halves, ggml neighbouring pairs."""
+    """Return the RoPE permutation: transformers pairs a head's row i with i + half, ggml pairs neighbouring rows."""
     turned = heads.turned or heads.size
     rows = np.arange(count * heads.size).reshape(count, heads.size)
     halves = rows[:, :turned].reshape(count, 2, turned // 2)
@@ -224,19 +224,19 @@ def _halves(count: int, heads: Heads) -> RowOrder:
 
 
 def _groups(heads: Heads) -> RowOrder:
-    """Reorder (key heads, their queries and key and value, size) to all queries, then all keys, then all values."""
+    """Return the permutation that splits fused QKV: from (key head: its queries, key, value) to all Q, all K, all V."""
     rows = np.arange((heads.query + 2 * heads.key) * heads.size).reshape(heads.key, -1, heads.size)
     return np.concatenate([rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)])
 
 
 def _tiled(heads: Heads, size: int, before: int = 0) -> RowOrder:
-    """Reorder (key heads, their values, size), after `before` rows, to each key head's first value, then the second."""
+    """Reorder values of `size` rows from grouped by key head to interleaved; the first `before` rows stay."""
     values = np.arange(heads.query * size).reshape(heads.key, -1, size).swapaxes(0, 1).reshape(-1)
     return np.concatenate([np.arange(before), before + values])
 
 
 def _of_groups(heads: Heads, gates: bool) -> RowOrder:
-    """Reorder (key heads, query key values gates, size) to the gates, or to all queries, then keys, then values."""
+    """Return the rows of Q, K and V, or of the gates, in a fused weight with rows (key head: Q, K, values, gates)."""
     shared = heads.query // heads.key
     rows = np.arange(2 * (heads.key + heads.query) * heads.size).reshape(heads.key, -1, heads.size)
     if gates:
@@ -261,7 +261,7 @@ INDEX_KEY_PAIRS = _indexer(lambda heads: np.argsort(_halves(heads.key, heads)))
 
 
 def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
-    """Return a reader of rows in `order` that reads each run of neighbouring rows with one call of `read`."""
+    """Return a reader of permuted rows; it reads each contiguous run of source rows with one call of `read`."""
     if order is None:
         return read
 
@@ -276,7 +276,7 @@ def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
 
 
 def concatenated(parts: list[tuple[RowReader, int]]) -> RowReader:
-    """Return a reader of the rows of several tensors, each given with its number of rows."""
+    """Return a reader over the concatenated rows of several tensors, given as (reader, number of rows)."""
 
     def read(start: int, stop: int) -> NDArray[Any]:
         found, first = [], 0

@@ -1,8 +1,8 @@
-"""Slots: each tensor of a file, the source's tensors that it is made from, and the conversion in both directions.
+"""Slots: each tensor of a GGUF file, the source tensors it is made from, and the conversion in both directions.
 
-A row of `known.KNOWN` and a model's numbers give its slots. Plan, writer, reader and checks all use them.
-gpt-oss, Llama 4 and Granite stack the matrices of experts in one tensor, DeepSeek the keys and values of heads. They
-are split for a file, which has one tensor of all gates and one of all ups, and stacked again when it is read.
+An architecture row of `known.KNOWN` and the model's dimensions give its slots, for planning, writing, reading and
+checking. Some checkpoints stack experts (gpt-oss, Llama 4, Granite) or heads (DeepSeek) in another way than GGUF:
+`unstacked` splits such tensors for writing, and `restacked` joins them after reading.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONVOLUTIONS = (".conv.weight", "conv1d.weight")
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of the file, `shape` (..., columns), and the source's tensors `parts` that it is made from."""
+    """A GGUF tensor of shape (..., columns) and the source tensors `parts` from which it is made."""
 
     name: str
     parts: tuple[str, ...]
@@ -56,23 +56,23 @@ class Slot:
 
     @cached_property
     def rows(self) -> RowOrder | None:
-        """Return the order of the source's rows in the file; raises ValueError."""
+        """Return, for each row in the file, the index of the source row; None if unchanged. Raises ValueError."""
         order = self.transform.rows
         return None if order is None else order.of(self.model, self.shape[0])
 
     @cached_property
     def columns(self) -> RowOrder | None:
-        """Return the order of the source's columns in the file; raises ValueError."""
+        """Return, for each column in the file, the index of the source column; None if unchanged. Raises ValueError."""
         order = self.transform.columns
         return None if order is None else order.of(self.model, self.shape[-1])
 
     @property
     def is_vector(self) -> bool:
-        """Return whether the tensor is a vector in the source, of any shape in the file."""
+        """Return whether the source stores this tensor as a vector, even if the file's tensor is 2-D."""
         return len(self.shape) == 1 or (self.name.startswith("blk.") and self.name.split(".", 2)[2] in FLAT)
 
     def source_shape(self, rows: int) -> tuple[int, ...]:
-        """Return a part's shape; `rows` is the count of a part that is split among several tensors of the file."""
+        """Return the shape of one source part; a part that is split over several GGUF tensors has `rows` rows."""
         shape = self.shape[1:] if self.counted else self.shape
         shape = shape[::-1] if self.transform.transposed else shape
         if self.transform.split:
@@ -82,7 +82,7 @@ class Slot:
         return (shape[0], 1, shape[1]) if self.parts[0].endswith(CONVOLUTIONS) and len(shape) == 2 else shape
 
     def to_file(self, source: Source, name: str) -> RowReader:
-        """Return a reader of the file's rows, float32, made from the checkpoint's tensor `name`."""
+        """Return a reader that converts the source tensor `name` to float32 rows in the file's layout."""
         transform = self.transform
         if len(source.info(name).shape) == 1 or self.is_vector:
             values = source.floats(name).reshape(-1) * np.float32(self.factor) + np.float32(transform.shift)
@@ -97,9 +97,9 @@ class Slot:
         return lambda start, stop: read(start, stop).reshape(stop - start, -1)[:, columns]
 
     def from_file(self, read: RowReader) -> Iterator[tuple[str, Rows]]:
-        """Yield name and rows of each tensor of the source that this slot holds, from the rows that `read` returns.
+        """Yield (name, rows) of each source tensor in this slot, converted back from the file's rows `read`.
 
-        Raises ValueError if values have no counterpart in the source.
+        Raises ValueError if an inverse transform cannot be computed.
         """
         transform, total = self.transform, math.prod(self.shape[:-1])
         if self.is_vector:
@@ -128,7 +128,7 @@ class Slot:
 
 
 def slots_of(row: Architecture, model: ModelShape) -> list[Slot]:
-    """Return every tensor that a file with these numbers may have; raise KeyError for a part without name or shape."""
+    """Return all tensors that a GGUF file of this model may have; raise KeyError for a part without name or shape."""
     import gguf
 
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -182,14 +182,14 @@ def _asked(condition: Condition, block: int, config: Any) -> Any:
 
 
 def is_taken(name: str, row: Architecture, own_blocks: int) -> bool:
-    """Return whether a transformers tensor makes keys or values in a block that reuses another block's."""
+    """Return whether the transformers tensor `name` is an unused key or value weight of a block that shares keys."""
     block, part = row.block_and_part(name)
     return row.shares_keys and block >= own_blocks and part.startswith(tuple(f"{own}." for own in OWN_KEYS))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One matrix (or bias): number `index` of the tensor `name`, and its `rows` (first, end, step) of `height`."""
+    """One matrix (or bias) of a stacked tensor: `rows` (start, stop, step) of matrix `index` with `height` rows."""
 
     name: str
     stack: Stack
@@ -205,7 +205,7 @@ def _info(stored: TensorInfo, piece: Piece) -> TensorInfo:
 
 
 def unstacked(source: Source, row: Architecture) -> Source:
-    """Return the source with its stacks split, or itself; raise UnsupportedError for other shapes."""
+    """Split the source's stacked tensors into one per expert or head; raise UnsupportedError for unexpected shapes."""
     pieces: dict[str, Piece] = {}
     behind = {stack.part: stack for stack in row.stacks}
     for name in source.tensors if behind else ():
@@ -258,12 +258,12 @@ def _pieces_of(source: Source, name: str, blocks: str, block: int, stack: Stack)
 
 
 def one_of(part: str, index: int) -> str:
-    """Return the name of a part of one expert or head."""
+    """Fill the placeholder {expert} or {head} of a part name with `index`."""
     return part.format(expert=index, head=index)
 
 
 def restacked(tensors: Mapping[str, Rows], row: Architecture, count: int) -> Iterator[tuple[str, Rows]]:
-    """Yield `tensors` with the pieces of each stack joined under its name, in `count` blocks."""
+    """Yield `tensors` with per-expert or per-head pieces joined into the checkpoint's stacks, for `count` blocks."""
     left = dict(tensors)
     made: dict[str, Rows] = {}
     for prefix in (f"{row.blocks}.{block}." for block in range(count)):

@@ -1,7 +1,6 @@
-"""Write a GGUF file in one pass: rows are read, reordered, packed by ggml, and written in order.
+"""Write a GGUF file in one pass: read rows, reorder them, quantize, and write in file order.
 
-Memory holds a few slabs of rows. The bytes do not depend on the number of threads. Keys are those of llama.cpp's
-converter.
+Memory use is a few slabs of rows. The bytes do not depend on the number of threads. Keys match llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Packed = Iterator[tuple[PlannedTensor, NDArray[np.uint8]]]
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The content of a file to write."""
+    """A planned GGUF file with its tokenizer and options."""
 
     source: Source
     file_type: str  # the name of its mix of types
@@ -53,7 +52,7 @@ class GgufFile:
 
     @property
     def metadata_bytes(self) -> int:
-        """Return the approximate bytes that are not weights."""
+        """Return the approximate size of everything except weights, in bytes."""
         return 4096 + self.vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in self.plan.tensors)
 
     def with_types(self, types: Mapping[str, str]) -> GgufFile:
@@ -63,7 +62,7 @@ class GgufFile:
 def plan_file(
     source: Source, file_type: str, types: Mapping[str, str] | None = None, split_bytes: int = 0, weighted: bool = False
 ) -> GgufFile:
-    """Plan a file from headers and the tokenizer alone; raise UnsupportedError, SourceError."""
+    """Plan a GGUF file from tensor headers and the tokenizer; raise UnsupportedError or SourceError."""
     plan = make_plan(source, file_type, types, weighted)
     return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes, weighted)
 
@@ -76,9 +75,9 @@ def write_file(
     spool: Spool | None = None,
     partial: bool = False,
 ) -> None:
-    """Write the file into `run.folder`; raise SourceError for weights or importance that ggml would corrupt.
+    """Write the GGUF file into `run.folder`; raise SourceError for weights or importance that ggml would corrupt.
 
-    `importance` is by the source's weights; `partial`: it may lack some. `spool` has rows that are already packed.
+    `importance` maps source weight names to arrays and may lack some if `partial`. `spool` holds already packed rows.
     """
     weights = _weights(file, importance, partial)
     tensors = file.plan.tensors
@@ -100,14 +99,14 @@ def write_file(
 
 
 def write_vocabulary(file: GgufFile, run: Run) -> None:
-    """Write ``NAME-vocab.gguf`` into `run.folder`: the model's keys and its tokenizer, no tensors."""
+    """Write ``NAME-vocab.gguf`` into `run.folder`: metadata keys and tokenizer, no tensors."""
     with _begun(file, run.folder, "vocab"):
         pass
 
 
 @contextmanager
 def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor, ...] = ()) -> Iterator[Any]:
-    """Yield a gguf.GGUFWriter whose files have keys, tokenizer and the list of `tensors`."""
+    """Yield a gguf.GGUFWriter that has already written keys, tokenizer and tensor infos."""
     import gguf
 
     path = folder / f"{model_name(file.source)}-{name}.gguf"
@@ -127,7 +126,7 @@ def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor
 
 
 def _weights(file: GgufFile, importance: Importance, partial: bool) -> dict[str, NDArray[np.float32]]:
-    """Return importance (parts, columns) by the file's tensor names; unless `partial`, raise for missing ones."""
+    """Return importance (parts, columns) by GGUF tensor name; unless `partial`, raise SourceError if any is missing."""
     weights: dict[str, NDArray[np.float32]] = {}
     for tensor in file.plan.tensors if importance else ():
         if tensor.type not in WEIGHTED or not tensor.parts or tensor.name in TABLES:
@@ -159,7 +158,7 @@ def _add_keys(writer: Any, file: GgufFile) -> None:
 
 
 def _file_type(bits: str, plan: Plan) -> str:
-    """Return the file type to store: the mix, or for chosen types the mix of the type with the most weights."""
+    """Return the LlamaFileType name to store; with user-chosen types, that of the type with the most weights."""
     if bits == "MXFP4":
         return "MOSTLY_MXFP4_MOE"
     if bits != "auto":
@@ -178,7 +177,7 @@ def _threads() -> int:
 
 
 def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: int, spool: Spool | None) -> Packed:
-    """Yield (tensor, some of its rows packed) in the order of the file."""
+    """Yield (tensor, packed rows) in file order; slabs are quantized in a thread pool."""
     waiting: Waiting = deque()
     with ThreadPoolExecutor(threads, PACKING) as pool:
         try:
@@ -227,7 +226,7 @@ def _pack(
 
 
 def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], int]]:
-    """Yield (rows, columns) float32 slabs in the file's order, each with the number of its part."""
+    """Yield (float32 slab (rows, columns) in file order, index of the source part)."""
     rows, columns, slot, values = tensor.rows // max(1, len(tensor.parts)), tensor.shape[-1], tensor.slot, tensor.values
     unit = 1 if slot is None or slot.rows is None else file.plan.shape.heads.size
     step = max(1, SLAB_BYTES // (4 * columns) // unit) * unit

@@ -1,6 +1,6 @@
 """GGUF: llama.cpp's K-quants, IQ types and plain types, written in one pass.
 
-With or without an importance matrix, or with error feedback.
+Optional: an importance matrix, or error feedback.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FLOAT32 = 4  # bytes per activation where importance is summed
 
 
 class Options(Strict):
-    """Options of the method."""
+    """Options of GGUF."""
 
     imatrix: bool = Field(False, description="weight the rounding by an importance matrix from the calibration text")
     imatrix_file: str | None = Field(None, description="weight the rounding by an importance file of llama.cpp")
@@ -80,17 +80,17 @@ class Options(Strict):
 
     @property
     def targeted(self) -> bool:
-        """Return whether types are chosen for a target."""
+        """Return whether tensor types are chosen automatically, for a target size or divergence."""
         return any(target is not None for target in (self.target_size, self.target_bpw, self.target_kld))
 
     @property
     def calibrated(self) -> bool:
-        """Return whether a calibration text is needed."""
+        """Return whether calibration text is needed."""
         return self.imatrix or self.feedback or self.targeted
 
     @property
     def types(self) -> dict[str, str]:
-        """Return the given types by regular expression; the last one found in a tensor's name wins."""
+        """Return the user-chosen types by regular expression; the last pattern found in a tensor's name wins."""
 
         def named(*pairs: tuple[str, str | None]) -> dict[str, str]:
             return {f"^{re.escape(name)}$": kind for name, kind in pairs if kind is not None}
@@ -102,10 +102,10 @@ class Options(Strict):
 
 
 def check(job: Job[Options]) -> Checked[GgufFile]:
-    """Refuse what cannot be converted, and plan the file.
+    """Check the job and plan the file.
 
-    Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not reproduce,
-    SourceError for an incomplete checkpoint, RecipeError for options that contradict each other or change nothing.
+    Raises UnsupportedError if llama.cpp would not reproduce the architecture, a tensor or the tokenizer,
+    SourceError for an incomplete checkpoint, RecipeError for options that conflict or have no effect.
     """
     options = job.options
     bits, feedback = job.bits, options.feedback
@@ -151,7 +151,7 @@ def check(job: Job[Options]) -> Checked[GgufFile]:
 
 
 def _target(job: Job[Options], other_bytes: int) -> Target | None:
-    """Return the target of the options, or None; `other_bytes` of the file are not tensors. Raises RecipeError."""
+    """Return the target of the options, or None; `other_bytes` is the file's non-tensor size. Raises RecipeError."""
     options = job.options
     targets = ("target_size", "target_bpw", "target_kld")
     given_target(job, targets, ("tensor_type", "token_embedding_type", "output_tensor_type"), "types")
@@ -165,7 +165,7 @@ def _target(job: Job[Options], other_bytes: int) -> Target | None:
 
 
 def _work_bytes(job: Job[Options], plan: Plan) -> int:
-    """Return the most bytes of temporary files: activations and, with error feedback, packed blocks."""
+    """Return the peak size of temporary files in bytes: activations and, with error feedback, packed blocks."""
     spec, hidden = job.recipe.calibration, plan.shape.hidden
     tokens = spec.sequences * spec.length
     between = tokens * hidden * BFLOAT16
@@ -178,7 +178,7 @@ def _work_bytes(job: Job[Options], plan: Plan) -> int:
 
 
 def _engine_notes(file: GgufFile) -> list[str]:
-    """Note where llama.cpp differs from the source."""
+    """Return notes on differences between llama.cpp's results and the source model's."""
     notes = []
     if window := ignored_window(file.source, file.plan.shape):
         notes.append(f"llama.cpp ignores the sliding window: beyond {window} tokens its output differs from the source")
@@ -208,7 +208,7 @@ def _engine_notes(file: GgufFile) -> list[str]:
 
 
 def _outside_notes(job: Job[Options], plan: Plan) -> list[str]:
-    """Note the share of embedding and head in the file, if their types are given."""
+    """Return a note on the embedding's and head's share of the file, if the user chose their types."""
     if job.options.token_embedding_type is None and job.options.output_tensor_type is None:
         return []
     outside = [tensor for tensor in plan.tensors if tensor.name in (EMBEDDING, OUTPUT)]
@@ -237,7 +237,7 @@ def _refuse_types(options: Options) -> None:
 
 
 def _refuse_without_importance(job: Job, file: GgufFile) -> None:
-    """Raise RecipeError for tensors whose types need an importance matrix but will have none."""
+    """Raise RecipeError for tensors whose types need an importance matrix that the job does not provide."""
     bare = [tensor for tensor in file.plan.tensors if tensor.type in IMPORTANCE_ONLY]
     if file.weighted:
         bare = [tensor for tensor in bare if not tensor.is_weighted]
@@ -253,7 +253,7 @@ def _refuse_without_importance(job: Job, file: GgufFile) -> None:
 
 
 def _importance_notes(job: Job[Options], file: GgufFile) -> list[str]:
-    """Note tensors that the importance file lacks; raise RecipeError if their types need one.
+    """Return notes on tensors that the imatrix file lacks; raise RecipeError if their types need importance.
 
     The rules are those of `tensor_requires_imatrix` in llama.cpp's src/llama-quant.cpp.
     """
@@ -274,7 +274,7 @@ def _importance_notes(job: Job[Options], file: GgufFile) -> list[str]:
 
 
 def write(job: CheckedJob[Options, GgufFile], run: Run) -> None:
-    """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights that ggml would corrupt."""
+    """Write ``NAME-BITS.gguf`` into the staging folder; raise SourceError for weights that ggml would corrupt."""
     file = job.checked.plan
     keep_tokenizer(job.source.tokenizer(), run.folder)  # GGUF output has no config.json
     if job.options.vocab_only:
@@ -312,7 +312,7 @@ def _calibrated(options: Options) -> bool:
 
 
 def _peak_memory(job: CheckedJob[Options, GgufFile], shapes: Shapes) -> PeakMemory:
-    """Return the peak of calibration; all else is written some rows at a time."""
+    """Return the peak memory of calibration; all else is streamed."""
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq
     from quantkit.methods.gguf.error_feedback import GPTAQ_SHARE

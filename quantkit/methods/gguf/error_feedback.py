@@ -1,11 +1,11 @@
-"""Error feedback for K-quants and IQ types: codes by GPTQ's rule and refitted scales, in the same format.
+"""Error feedback for K-quants and IQ types: GPTQ-style codes and refitted scales in unchanged block formats.
 
-ggml first quantizes each layer's blocks, weighted by the inputs' mean squares. On that grid the codes are then chosen
-again, column by column, and each error is fed forward through the inputs' Hessian (numerics/error_feedback.py). Inputs
-come from the layers quantized before (true sequential, GPTAQ). Then the scales are refitted (ggml/scale_refit.py).
+ggml first quantizes each layer, weighted by the mean squared inputs. On that grid, codes are chosen again column by
+column, and each error is fed forward through the input Hessian (numerics/error_feedback.py). Inputs come from the
+already quantized layers (true sequential, GPTAQ). Finally the scales are refitted (ggml/scale_refit.py).
 
-IQ2 and IQ3 types: each 8 (IQ3_S: 4) columns are rounded together to a point of a table. All points are searched for
-the least error after feedback, including errors of these columns that compensate each other.
+IQ2 and IQ3: each 8 (IQ3_S: 4) columns are rounded jointly to a codebook entry. All entries are searched for
+the least error after feedback, so errors within these columns may cancel.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ ROWS = 256  # rows multiplied with all points of a table at a time
 
 
 def quantize_blocks(job: CheckedJob, run: Run, plan: Plan, spool: Spool) -> None:
-    """Quantize every linear layer of the blocks into `spool`: packed rows (rows, bytes) uint8 in the source's order.
+    """Quantize every linear layer of the blocks; store packed rows, uint8 (rows, bytes) in source order, in `spool`.
 
-    Resumes after the blocks that `spool` has already.
+    Resumes after the blocks that `spool` already holds.
     """
     tensors = {part: tensor for tensor in plan.tensors for part in tensor.parts}
     restore = partial(_finished, tensors, spool)
@@ -81,7 +81,7 @@ def _quantize_group(
 
 
 def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
-    """Return the moments of the group's inputs, with columns in the file's order."""
+    """Return the second moments of the group's inputs, with columns permuted to the file's order if given."""
     hessian, cross, paired = group.hessian, group.cross, group.paired
     if columns is not None:
         hessian = permuted(hessian, columns)
@@ -90,13 +90,13 @@ def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
 
 
 def _values(tensor: PlannedTensor, packed: Bytes) -> torch.Tensor:
-    """Return the dequantized values of a packed layer, with columns in the source's order."""
+    """Dequantize a packed layer, with columns in the source's order."""
     values = ggml.dequantize(tensor.type, packed, tensor.shape[-1])
     return torch.from_numpy(values if tensor.columns is None else values[:, np.argsort(tensor.columns)])
 
 
 def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
-    """Pack `weight` (N, K) float32 as type `name`; types without feedback are rounded by ggml alone.
+    """Quantize `weight`, float32 (N, K), to type `name`; types without error feedback use ggml alone.
 
     Raises ValueError for values that ggml would corrupt.
     """
@@ -120,7 +120,7 @@ def _rows(name: str, weight: torch.Tensor, importance: Floats, moments: Feedback
 
 
 def _with_feedback(kind: KQuant, packed: Bytes, target: torch.Tensor, moments: Feedback) -> Bytes:
-    """Return ggml's packed rows with new codes and scales for `target` (n, K) float32."""
+    """Choose new K-quant codes with error feedback for `target`, float32 (n, K), on ggml's grid; refit the scales."""
     scales, minima = (torch.from_numpy(part).to(target.device) for part in read_grid(kind.name, packed))
     scales = torch.where(scales == 0, TINY_SCALE, scales)
     zeros = torch.full_like(scales, -kind.steps[0]) if kind.steps else minima / scales
@@ -139,7 +139,7 @@ def _with_feedback(kind: KQuant, packed: Bytes, target: torch.Tensor, moments: F
 
 
 def _nearest_of(steps: Sequence[int], device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that rounds each value to the nearest step."""
+    """Return a function that rounds each value to the nearest of `steps`."""
     values = torch.tensor(steps, dtype=torch.float32, device=device)
     between = (values[1:] + values[:-1]) / 2
     return lambda x: values[torch.bucketize(x, between)]
@@ -148,7 +148,7 @@ def _nearest_of(steps: Sequence[int], device: torch.device) -> Callable[[torch.T
 def _finished(
     tensors: Mapping[str, PlannedTensor], spool: Spool, index: int, prefix: str
 ) -> dict[str, torch.Tensor] | None:
-    """Return the values of block `index` as packed by an interrupted run, or None."""
+    """Return the dequantized weights of block `index` if an interrupted run finished it, else None."""
     if index >= spool.finished:
         return None
     done = [name for name in spool.names() if name.startswith(prefix)]
@@ -156,7 +156,7 @@ def _finished(
 
 
 def _with_points(codebook: Codebook, packed: Bytes, target: torch.Tensor, moments: Feedback) -> Bytes:
-    """Return ggml's packed rows (n, bytes) with new points, signs and factors for `target` (n, K) float32."""
+    """Choose new codebook entries and signs for `target`, float32 (n, K), on ggml's scales; refit the factors."""
     size = SIGN_RUN if codebook.even else codebook.size  # signs with a common parity are chosen together
     order, factor = moments.by_group(size)
     rounding = _Rounding(codebook, torch.from_numpy(codebook.scales(packed)).to(target.device), order)
@@ -166,7 +166,7 @@ def _with_points(codebook: Codebook, packed: Bytes, target: torch.Tensor, moment
 
 
 class _Rounding:
-    """Chosen points and signs of n rows; `scales` (n, K / run) are ggml's, `order` (K,) is the columns' order."""
+    """Codebook entries and signs chosen so far for n rows; `scales` are (n, K / run), `order` (K,) permutes columns."""
 
     def __init__(self, codebook: Codebook, scales: torch.Tensor, order: torch.Tensor) -> None:
         rows, device = len(scales), scales.device
@@ -181,15 +181,15 @@ class _Rounding:
         self._minus = torch.zeros(rows, len(order), dtype=torch.bool, device=device)
 
     def indices(self) -> np.ndarray:
-        """(n, K / size) uint16."""
+        """Return the codebook indices, uint16 (n, K / size)."""
         return self._indices.cpu().numpy().astype(np.uint16)
 
     def signs(self) -> Bytes:
-        """(n, K / 8) uint8."""
+        """Return the sign bits (1: minus), uint8 (n, K / 8)."""
         return np.packbits(self._minus.cpu().numpy(), axis=1, bitorder="little")
 
     def nearest(self, first: int, moved: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-        """Round `moved` (columns, n), the columns of the order from `first` on, to values of the same shape."""
+        """Round `moved` (columns, n), consecutive columns from position `first` of the order; return their values."""
         column, count = self._columns[first], len(moved)
         values = torch.empty_like(moved)
         for at in range(0, moved.shape[1], ROWS):
@@ -209,9 +209,9 @@ class _Rounding:
     def _points(
         self, x: torch.Tensor, signs: torch.Tensor, metric: torch.Tensor, rows: slice, index: int
     ) -> torch.Tensor:
-        """Return for each row the table points, with signs, nearest to x (r, columns).
+        """Return the signed codebook values nearest to x (r, columns) in the given metric.
 
-        If a row has several points, all but the last are chosen once more, with the others fixed.
+        If the columns hold several entries, all but the last are re-chosen once with the others fixed.
         """
         size = self._codebook.size
         error = torch.zeros_like(x)
@@ -225,7 +225,7 @@ class _Rounding:
         return x - error
 
     def _best(self, x: torch.Tensor, signs: torch.Tensor, metric: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-        """Return the index (r,) of the point p with the least e metric e^T + 2 e cross^T, e = x - signs * p."""
+        """Return per row the index (r,) of the entry p with the least e metric e^T + 2 e cross^T, e = x - signs * p."""
         first, second = self._pairs
         linear = (x @ metric + cross) * signs * -2
         pairs = signs[:, first] * signs[:, second] * (2 * metric[first, second])
@@ -234,5 +234,5 @@ class _Rounding:
 
 
 def _least(scores: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's least score (r, P). On a CPU, numpy takes a tenth of torch's time."""
+    """Return each row's argmin of scores (r, P); on a CPU numpy is ten times as fast as torch."""
     return torch.from_numpy(scores.numpy().argmin(1)) if scores.device.type == "cpu" else scores.argmin(1)

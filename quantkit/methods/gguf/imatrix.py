@@ -1,4 +1,4 @@
-"""Measure a model's importance matrix for llama.cpp."""
+"""Measure an importance matrix (imatrix) for llama.cpp."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def make_imatrix(
     device: str = AUTO,
     progress: Progress | None = None,
 ) -> int:
-    """Measure a model's importance on a calibration text and write it to the new file `out`; return the count.
+    """Measure the mean squared inputs on a calibration text, write them to the new file `out`, return their number.
 
-    Raises a QuantkitError for an unusable model or text, or an existing file.
+    Raises a QuantkitError for an unusable model or text, or if `out` exists.
     """
     out = path_of(out, RecipeError)
     if out.exists() or out.is_symlink() or not out.absolute().parent.is_dir():

@@ -1,7 +1,7 @@
-"""Choose the type of each tensor for a target size or divergence.
+"""Choose each tensor's GGUF type for a target size or divergence.
 
-The harm of each type in each tensor is estimated once from a few calibration sequences (sensitivity.py) and cached; an
-integer programme then allocates the bytes (numerics/allocation.py).
+The added divergence of each type in each tensor is estimated once from a few calibration sequences (sensitivity.py) and
+cached; an integer program then allocates types to tensors (numerics/allocation.py).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ CHOSEN_IQ = ("IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS")
 
 @dataclass(frozen=True)
 class Target:
-    """The target: at most `nbytes` of tensors, or at most `divergence` nats per token."""
+    """The target: at most `nbytes` bytes of tensors, or at most `divergence` nats per token."""
 
     nbytes: int | None = None
     divergence: float | None = None
 
 
 def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
-    """Return the types that fit a tensor's rows; none if its type is fixed.
+    """Return the types that fit the tensor's rows; empty if its type is fixed.
 
-    Tensors whose sensitivity is not measured are fixed: matrices of single heads, and an indexer's.
+    Fixed are tensors whose sensitivity is not measured: per-head matrices, and an indexer's.
     """
     if not tensor.is_measured or stays_float(tensor.name, len(tensor.shape)) or stays_half(tensor.name):
         return ()
@@ -53,13 +53,13 @@ def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
 
 
 def free_tensors(plan: Plan) -> tuple[list[PlannedTensor], int]:
-    """Return the tensors whose type is to be chosen, and the bytes of all others."""
+    """Return the tensors whose types are chosen, and the total bytes of all others."""
     free = [tensor for tensor in plan.tensors if candidates(tensor)]
     return free, plan.tensor_bytes - sum(tensor.padded() for tensor in free)
 
 
 def refuse_target(plan: Plan, target: Target) -> None:
-    """Raise RecipeError if no choice of types is small enough."""
+    """Raise RecipeError if even the smallest types exceed the target size."""
     free, rest = free_tensors(plan)
     least = rest + sum(min(tensor.padded(kind) for kind in candidates(tensor)) for tensor in free)
     if target.nbytes is not None and least > target.nbytes:
@@ -70,7 +70,7 @@ def refuse_target(plan: Plan, target: Target) -> None:
 
 
 def choose(job: CheckedJob, run: Run, plan: Plan, target: Target) -> dict[str, str]:
-    """Return the type of each tensor by its name in the file; note the choice and its estimated divergence."""
+    """Choose each tensor's type, by its name in the file; note the choice and its estimated divergence."""
     from quantkit.calibration.sensitivity import kept_sensitivities
     from quantkit.numerics.allocation import fewest_bytes, least_damage
 
@@ -102,7 +102,7 @@ def choose(job: CheckedJob, run: Run, plan: Plan, target: Target) -> dict[str, s
 
 
 def work_bytes(job: Job, plan: Plan) -> int:
-    """Return the bytes of the measurement's temporary files."""
+    """Return the size of the temporary files for measuring sensitivities, in bytes."""
     from quantkit.calibration import sensitivity
 
     shape, inputs = plan.shape, plan.shape.number(INPUTS)
@@ -110,7 +110,7 @@ def work_bytes(job: Job, plan: Plan) -> int:
 
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """Return the values that ggml's rounding gives a weight (N, K) float32."""
+    """Return a weight, float32 (N, K), after ggml's rounding to type `kind`."""
     import torch
 
     weights = None if importance is None else without_silent_runs(importance.cpu().numpy())

@@ -1,1 +1,1 @@
-"""Architectures of GGUF files: their tensors, keys and checks."""
+"""Tables of the model architectures that quantkit writes as GGUF: tensor names, metadata keys, checks."""

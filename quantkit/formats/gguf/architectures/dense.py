@@ -1,4 +1,4 @@
-"""Architectures whose blocks are all alike, with one feed-forward layer each."""
+"""Architectures without mixture-of-experts layers: every block has the same tensors and one MLP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _falcon_groups(config: Any) -> int:
 
 
 def _two_norms(config: Any, _block: int) -> bool:
-    """Return whether Falcon's blocks have two norms (models/falcon/modeling_falcon.py, FalconDecoderLayer)."""
+    """Return whether a Falcon block has two input norms (transformers' FalconDecoderLayer in modeling_falcon.py)."""
     return bool((config.num_ln_in_parallel_attn or (2 if config.new_decoder_architecture else 1)) == 2)
 
 

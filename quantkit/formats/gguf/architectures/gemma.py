@@ -1,6 +1,6 @@
-"""Gemma. 3n and 4 have per-block inputs, and blocks that reuse keys and values of earlier blocks.
+"""The Gemma family. Gemma 3n and 4 have per-layer embeddings, and their last blocks reuse earlier keys and values.
 
-llama.cpp: gemma3n.cpp and gemma4.cpp in src/models/, and the memory's `reuse` in llama-model.cpp.
+llama.cpp: src/models/gemma3n.cpp and gemma4.cpp; `reuse` in llama-model.cpp for the shared KV cache.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _CAPPED: dict[str, Setting] = {"final_logit_softcapping": "final_logit_softcappi
 
 
 def _query_scale(config: Any) -> int:
-    """Return the setting that scales queries in llama.cpp: the head size; in 27B models hidden size over heads."""
+    """Return the d for which llama.cpp scales queries by 1/sqrt(d): head_dim, or hidden size / heads in 27B models."""
     large = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
     return int(config.hidden_size // config.num_attention_heads if large else config.head_dim)
 
 
 def _takes_from(config: Any) -> str | None:
-    """Return what is wrong if the last blocks reuse keys of other blocks than llama.cpp assumes."""
+    """Return an error text if the KV-sharing blocks reuse keys of other blocks than llama.cpp assumes, else None."""
     kinds, first = list(config.layer_types), config.num_hidden_layers - config.num_kv_shared_layers
     for kind, place in ((FULL, first - 1), (SLIDING, first - 2)):
         given = max((block for block in range(first) if kinds[block] == kind), default=None)
@@ -78,7 +78,7 @@ _WINDOWED: dict[str, Any] = {"follows_window": True, "rope_types": ("default",)}
 
 
 def _sparsity_scale(config: Any) -> list[float]:
-    """Return per block how many standard deviations above the mean a gate must be; llama.cpp does not read this key."""
+    """Return each block's gate threshold in standard deviations above the mean; llama.cpp ignores this key."""
     return [NormalDist().inv_cdf(share) if share else -math.inf for share in config.activation_sparsity_pattern]
 
 
@@ -125,7 +125,7 @@ _HEADS_BY_KIND = (
 
 
 def _has_values(config: Any, block: int) -> bool:
-    """Return whether a block has a value projection; otherwise values are the keys before their norm."""
+    """Return whether a block has a value projection; without one, the un-normalized keys serve as values."""
     same = config.attention_k_eq_v and config.layer_types[block] == FULL
     return not takes_keys(config, block) and not same
 

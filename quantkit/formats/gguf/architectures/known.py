@@ -1,6 +1,6 @@
-"""All architectures that quantkit writes GGUF files of, by transformers' `model_type`.
+"""All architectures that quantkit can write as GGUF, by transformers' `model_type`.
 
-Not here: OPT and GPT-J, which llama.cpp cannot compute; vision towers; a checkpoint's own code.
+Not supported: OPT and GPT-J (llama.cpp cannot run them), vision towers, and models with custom code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Architectures with DeepSeek's latent attention, some with an indexer that selects the tokens to attend to.
+"""Architectures with DeepSeek's multi-head latent attention (MLA), some with a sparse-attention indexer.
 
-llama.cpp: deepseek2.cpp, deepseek32.cpp, dots3note.cpp and minicpm3.cpp in src/models/, and the rotation of an
-indexer's values in src/llama-kv-cache.cpp.
+llama.cpp: deepseek2.cpp, deepseek32.cpp, dots3note.cpp and minicpm3.cpp in src/models/; src/llama-kv-cache.cpp for
+the rotation of the indexer's values.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _MIXTURE = weights("mlp.gate", *SHARED_EXPERTS)
 
 
 def of_heads(attention: str) -> tuple[str, str]:
-    """Return the parts that project latent values to each head's keys and values."""
+    """Return the name patterns of the per-head key and value up-projections, the two parts of `kv_b_proj`."""
     return f"{attention}.kv_b_proj.keys.{{head}}.weight", f"{attention}.kv_b_proj.values.{{head}}.weight"
 
 
 def stack_of_heads(attention: str) -> Stack:
-    """Return the tensor of a checkpoint that has these parts of all heads."""
+    """Return the Stack for the checkpoint's `kv_b_proj`, which holds the key and value projections of all heads."""
     return Stack(f"{attention}.kv_b_proj.weight", of_heads(attention), rows=_rows_of_head)
 
 
@@ -76,12 +76,12 @@ def _rows_of_head(config: Any, _block: int) -> tuple[int, int]:
 
 
 def whole_key(config: Any) -> int:
-    """Return the number of values in a head's key, rotated ones included."""
+    """Return the size of a head's key: its unrotated plus its rotated (RoPE) dimensions."""
     return config.qk_nope_head_dim + config.qk_rope_head_dim
 
 
 def latent_key(config: Any) -> int:
-    """Return the number of values in llama.cpp's single key head: the latent values and the rotated ones."""
+    """Return the size of llama.cpp's single MLA key head: the latent dimensions plus the rotated (RoPE) dimensions."""
     return config.kv_lora_rank + config.qk_rope_head_dim
 
 
@@ -96,7 +96,7 @@ LATENT_KEYS: dict[str, Setting] = {
 
 
 def _is_lite(config: Any) -> bool:
-    """Return whether llama.cpp assumes, from the number of blocks, a model without a query rank."""
+    """Return whether llama.cpp infers from the number of blocks that the model has no `q_lora_rank`."""
     return config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
 
 
@@ -119,7 +119,7 @@ _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 
 def _depth(config: Any) -> float:
-    """Return the factor of each block's output, relative to llama.cpp's fixed factor."""
+    """Return the residual scale: the factor of each block's output, divided by the factor that llama.cpp hard-codes."""
     return float(config.scale_depth / _MINICPM["scale_depth"])
 
 
@@ -155,7 +155,7 @@ _POWER_OF_TWO = require(
 
 
 def _of(kind: str, setting: Setting) -> Callable[[Any], Any]:
-    """Return a setting of the first block of a kind, or of the first block."""
+    """Return a function that reads `setting` from the first block of this attention `kind`, else from block 0."""
 
     def first(config: Any) -> Any:
         kinds = list(config.layer_types)
@@ -173,7 +173,7 @@ _LENGTHS: dict[str, Setting] = {
 
 
 def _two_kinds(config: Any) -> str | None:
-    """Return what is wrong if blocks of a kind differ: llama.cpp has one geometry for windows, one for indexers."""
+    """Return an error text if blocks of one attention kind have different head sizes, else None."""
     kinds = list(config.layer_types)
     if set(kinds) != {INDEXED, SLIDING}:
         return f"layer_types = {kinds}, but llama.cpp needs windows in some blocks and an indexer in the others"

@@ -1,4 +1,4 @@
-"""Architectures with experts and plain attention; some blocks attend within a window or to selected tokens."""
+"""Mixture-of-experts architectures with standard attention, some with sliding windows or sparse attention."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _EVERY_FOURTH: RequiredConfig = {"layer_types": every_fourth(FULL, SLIDING)}
 
 
 def is_dense(config: Any, block: int) -> bool:
-    """Return whether a block has no experts, by `mlp_layer_types`."""
+    """Return whether `mlp_layer_types` makes this block dense (an MLP instead of experts)."""
     return list(config.mlp_layer_types)[block : block + 1] == ["dense"]
 
 
@@ -73,22 +73,22 @@ DENSE_BLOCKS: dict[str, Setting] = {
 
 
 def before_experts(config: Any, block: int) -> bool:
-    """Return whether a block has no experts, by `first_k_dense_replace`."""
+    """Return whether `first_k_dense_replace` makes this block dense (an MLP instead of experts)."""
     return bool(block < config.first_k_dense_replace)
 
 
 def in_dense_layers(config: Any, block: int) -> bool:
-    """Return whether a block has no experts, by `num_dense_layers`."""
+    """Return whether `num_dense_layers` makes this block dense (an MLP instead of experts)."""
     return bool(block < config.num_dense_layers)
 
 
 def mixed(dense: Any, *parts: str) -> tuple[tuple[Condition, Parts], ...]:
-    """Return the parts of dense blocks, and those of all other blocks: plain experts and `parts`."""
+    """Return `per_block` entries: an MLP where the condition `dense` holds, else experts and the extra `parts`."""
     return (dense, weights(*MLP)), (unless(dense), (*parts, *PLAIN_EXPERTS))
 
 
 def routed(gating: int, shared: str = "n_shared_experts") -> dict[str, Setting]:
-    """Return the keys of experts, some shared, after dense blocks; `gating` is the gating function."""
+    """Return the GGUF keys of a DeepSeek-style mixture; `shared`: config attribute with the shared-expert count."""
     return RMS | EXPERTS_USED | EXPERT_INNER | {
         "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": shared,
         "expert_weights_scale": lambda config: float(config.routed_scaling_factor),
@@ -98,7 +98,7 @@ def routed(gating: int, shared: str = "n_shared_experts") -> dict[str, Setting]:
 
 
 def _weighed(scale: str) -> dict[str, Setting]:
-    """Return the keys of experts whose weights are sigmoids normalized to the setting `scale`."""
+    """Return the GGUF keys for a normalized sigmoid router; `scale` names the setting with the expert-weight scale."""
     return {
         "expert_weights_scale": lambda config: float(getattr(config, scale)),
         "expert_weights_norm": True, "expert_gating_func": SIGMOID,
@@ -106,7 +106,7 @@ def _weighed(scale: str) -> dict[str, Setting]:
 
 
 def whole_experts(shared: Setting, inner: str, name: str) -> Check:
-    """Return a check that the `shared` experts' width is a multiple of one expert's, as llama.cpp counts them."""
+    """Return a check that the shared experts' width is a multiple of one expert's, since llama.cpp stores a count."""
     return require(
         lambda config: (
             getattr(config, inner) > 0
@@ -150,12 +150,12 @@ _SOME_SLIDE = require(
 
 
 def _window_or_none(config: Any) -> int:
-    """Return the window, or 0 if no block has one, as llama.cpp expects."""
+    """Return the sliding-window size in tokens, or 0 (llama.cpp's "none") if no block has a window."""
     return (config.sliding_window or 0) if SLIDING in config.layer_types else 0
 
 
 def _mimo_heads(config: Any) -> list[int]:
-    """Return each block's key heads: blocks with a window have twice as many."""
+    """Return the number of key-value heads of each block; sliding-window blocks have twice as many."""
     return [config.num_key_value_heads * (2 if kind == SLIDING else 1) for kind in config.layer_types]
 
 
@@ -165,7 +165,7 @@ def _laguna_turns(config: Any) -> int | None:
 
 
 def _minimax_halves(stem: str, setting: str) -> Stack:
-    """Return the stack of a feed-forward layer's gate and up."""
+    """Return the Stack that splits an MLP's fused gate and up projection."""
     pieces = weights(*(f"{stem}.{kind}_proj" for kind in KINDS[:2]))
     return Stack(f"{stem}.gate_up_proj.weight", pieces, rows=lambda config, _block: (getattr(config, setting),) * 2)
 

@@ -1,8 +1,7 @@
-"""The record that describes an architecture of transformers in llama.cpp, and helpers for its rows.
+"""The `Architecture` record, which maps a transformers architecture to llama.cpp, and helpers to write its rows.
 
-A part is a tensor of a block, by its name in transformers without the block. A name with {expert} or {head}
-means all experts or heads, which a file has in one tensor. Facts: conversion/ and src/models/ of
-https://github.com/ggml-org/llama.cpp.
+A "part" is a tensor's transformers name within its block. In a part name, {expert} or {head} stands for every expert
+or head; GGUF stores them as one tensor. Source: conversion/ and src/models/ of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a tensor's values that a file stores, and its inverse."""
+    """An element-wise function applied to a tensor when it is written to GGUF, with its inverse for reading."""
 
     to_file: Callable[[Values], Values]
     from_file: Callable[[Values], Values]
@@ -87,7 +86,7 @@ EXP = Function(np.exp, np.log)
 
 @dataclass(frozen=True)
 class Transform:
-    """How a tensor in a file differs from transformers' tensor, for writing and reading."""
+    """How a GGUF tensor's layout and values differ from the transformers tensor; used for writing and reading."""
 
     rows: Order | None = None
     columns: Order | None = None
@@ -106,10 +105,10 @@ TRANSFORMS = {"A_log": Transform(function=MINUS_EXP), "keys.{head}": Transform(t
 
 @dataclass(frozen=True)
 class Stack:
-    """A checkpoint's tensor `part` of a block, with a matrix or bias of every expert or head.
+    """A checkpoint tensor `part` that stacks one matrix (or bias) per expert or head.
 
-    A matrix has the rows of all `pieces`, in sequence or `interleaved`; if `transposed`, it is (in,
-    out). The tensor has three dimensions (biases two), or two with `rows` rows of each piece.
+    Each matrix concatenates the rows of all `pieces`, or interleaves them if `interleaved`. `transposed` matrices are
+    (in, out). The tensor is 3-D (biases: 2-D), or 2-D if `rows` gives the number of rows of each piece.
     """
 
     part: str
@@ -121,7 +120,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Names:
-    """Names of an architecture in transformers and llama.cpp."""
+    """The architecture's names in transformers (`model_type`) and llama.cpp (`name`)."""
 
     model_type: str
     name: str
@@ -132,7 +131,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a file, by transformers' names, and their transforms."""
+    """The GGUF file's tensors, listed by their transformers names, and their transforms."""
 
     parts: tuple[str, ...]  # of every block
     _: KW_ONLY
@@ -158,11 +157,11 @@ class Tensors:
 
     @property
     def prefix(self) -> str:
-        """Return the prefix of names that some checkpoints omit."""
+        """Return the base model's prefix, such as ``model.``, which some checkpoints omit from tensor names."""
         return self.blocks.partition(".")[0] + "."
 
     def block_and_part(self, name: str) -> tuple[int, str]:
-        """Return a tensor's block and part, -1 and its name outside of the blocks; `name` may lack the prefix."""
+        """Split a tensor name into (block index, part); (-1, name) outside the blocks. The base prefix is optional."""
         own, stem = name.removeprefix(self.prefix), self.blocks.removeprefix(self.prefix) + "."
         block, _, part = own.removeprefix(stem).partition(".")
         return (int(block), part) if own.startswith(stem) and block.isdecimal() else (-1, own)
@@ -170,7 +169,7 @@ class Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """A file's keys without the architecture's prefix, in addition to or instead of the common keys."""
+    """The architecture's GGUF keys, without its prefix; they extend or override the common keys."""
 
     keys: Mapping[str, Setting] = field(default_factory=dict)
     gate: Setting = 1  # the gates of a query head
@@ -183,7 +182,7 @@ class Keys:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusals:
-    """Constants of llama.cpp's code, to refuse models that it would compute differently, and notes for users."""
+    """Behavior that llama.cpp hard-codes: models that need anything else are refused or get a note."""
 
     required_config: RequiredConfig = field(default_factory=lambda: {"hidden_act": SILU})
     checks: tuple[Check, ...] = ()
@@ -194,10 +193,10 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Architecture(Tensors, Keys, Refusals, Names):
-    """One architecture of transformers in llama.cpp."""
+    """A transformers architecture as a GGUF architecture: tensors, keys, checks and names."""
 
     def like(self, model_type: str, name: str = "", **changes: Any) -> Architecture:
-        """Return this row for another model type; mappings in `changes` extend this row's, others replace."""
+        """Return a copy of this row for another `model_type`; `changes` are merged into mappings or replace fields."""
         merged: dict[str, Any] = {
             key: {**getattr(self, key), **value} if isinstance(value, Mapping) else value
             for key, value in changes.items()
@@ -206,34 +205,34 @@ class Architecture(Tensors, Keys, Refusals, Names):
 
 
 def of_config(config: Any, setting: Setting) -> Any:
-    """Return the value of a row's setting in a transformers configuration."""
+    """Evaluate a Setting: call it, read it as a dotted config attribute, or return it as a constant."""
     if callable(setting):
         return setting(config)
     return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting
 
 
 def weights(*parts: str) -> tuple[str, ...]:
-    """Return the weights of these parts of a block."""
+    """Append ``.weight`` to each part name."""
     return tuple(f"{part}.weight" for part in parts)
 
 
 def biases(*parts: str) -> tuple[str, ...]:
-    """Return the biases of these parts of a block."""
+    """Append ``.bias`` to each part name."""
     return tuple(f"{part}.bias" for part in parts)
 
 
 def layer_norm(name: str) -> dict[str, Setting]:
-    """Return the key of a LayerNorm's epsilon, from the setting `name`."""
+    """Return the GGUF key of the LayerNorm epsilon, read from the config attribute `name`."""
     return {"attention.layer_norm_epsilon": name}
 
 
 def experts_of(stem: str, *matrices: str, kind: str = "weight") -> tuple[str, ...]:
-    """Return gate, up and down of every expert, or `matrices` if these have other names."""
+    """Return the part patterns of every expert's gate, up and down projections, or of `matrices` if these are given."""
     return tuple(f"{stem}.{{expert}}.{name}.{kind}" for name in matrices or ("gate_proj", "up_proj", "down_proj"))
 
 
 def fused_experts(stem: str, transposed: bool = False, interleaved: bool = False) -> tuple[Stack, ...]:
-    """Return the stacks of a checkpoint that has gate and up of all experts in one tensor, and down in another."""
+    """Return Stacks for checkpoints with a fused `gate_up_proj` and a `down_proj`, each holding all experts."""
     gate, up, down = experts_of(stem)
     return (
         Stack(f"{stem}.gate_up_proj", (gate, up), transposed, interleaved),
@@ -242,12 +241,12 @@ def fused_experts(stem: str, transposed: bool = False, interleaved: bool = False
 
 
 def unless(condition: Callable[[Any, int], Any]) -> Callable[[Any, int], bool]:
-    """Return the opposite condition."""
+    """Return a condition that holds where `condition` does not."""
     return lambda config, block: not condition(config, block)
 
 
 def windows(every: int | None) -> dict[str, Setting]:
-    """Return the keys of the window and of the blocks with it: all except every `every`-th."""
+    """Return the keys of the sliding window: its size, and which blocks have it (usually all but every `every`-th)."""
 
     def pattern(config: Any) -> list[bool] | None:
         windows = [kind == SLIDING for kind in config.layer_types]
@@ -258,22 +257,22 @@ def windows(every: int | None) -> dict[str, Setting]:
 
 
 def one_or_list(numbers: Sequence[int]) -> int | list[int]:
-    """Return the number if all blocks share it, else the list."""
+    """Return a single number if all entries are equal, else the list."""
     return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
 def require(holds: Callable[[Any], Any], otherwise: str) -> Check:
-    """Return a check that reports `otherwise`, where {0} is the configuration."""
+    """Return a Check that fails with the text `otherwise`, formatted with the config as {0}, unless `holds(config)`."""
     return lambda config: None if holds(config) else otherwise.format(config)
 
 
 def takes_keys(config: Any, block: int) -> bool:
-    """Return whether a block reuses keys and values of an earlier one."""
+    """Return whether a block reuses the keys and values of an earlier block."""
     return bool(block >= config.num_hidden_layers - config.num_kv_shared_layers)
 
 
 def every_fourth(fourth: Any, others: Any) -> Callable[[Any], list[Any]]:
-    """Return a setting's list of blocks in which every fourth differs."""
+    """Return a function that lists, per block, `fourth` for every fourth block and `others` for the rest."""
     return lambda config: [fourth if (block + 1) % 4 == 0 else others for block in range(config.num_hidden_layers)]
 
 

@@ -1,6 +1,6 @@
-"""Architectures with blocks without attention: short convolutions, delta rules, Mamba 2.
+"""Hybrid architectures, in which some blocks replace attention by short convolutions, delta rules or Mamba 2.
 
-llama.cpp, for Kimi's delta attention: src/models/kimi-linear.cpp and bailingmoe3.cpp.
+llama.cpp code for Kimi Delta Attention: src/models/kimi-linear.cpp and bailingmoe3.cpp.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ATTENDS, RECURS = {"full_attention", "attention"}, {"conv", "linear_attention", 
 
 
 def _attends(config: Any, block: int) -> bool:
-    """Return whether a block has attention; otherwise it has a state or a convolution."""
+    """Return whether a block has attention; otherwise it has a recurrent state or a convolution."""
     return bool(config.layer_types[block] in ATTENDS)
 
 
@@ -95,7 +95,7 @@ _KNOWN_BLOCKS = require(
 
 
 def _lfm2_inner(config: Any) -> int:
-    """Return the feed-forward width as in transformers (models/lfm2/modeling_lfm2.py, Lfm2MLP)."""
+    """Return the MLP width as transformers computes it (Lfm2MLP in models/lfm2/modeling_lfm2.py)."""
     inner = config.intermediate_size
     if not config.block_auto_adjust_ff_dim:
         return int(inner)
@@ -127,7 +127,7 @@ _DELTA = "linear_attn"
 
 
 def _sections(config: Any) -> list[int]:
-    """Return the number of rotated values per image coordinate; text has one coordinate."""
+    """Return llama.cpp's rope sections: rotated dimensions per image coordinate. Text uses one coordinate."""
     given = list((config.rope_parameters or {}).get("mrope_section") or (11, 11, 10))
     return [*given, 0, 0, 0, 0][:4]
 
@@ -206,7 +206,7 @@ _ONES = (
 
 
 def _of_in_proj(config: Any) -> list[tuple[int, float]]:
-    """Return (rows, factor) of gates, values, input and output states, and steps, as their input is scaled."""
+    """Return (rows, factor to fold into the weights) for Mamba's `in_proj` sections: gates, values, B, C, steps."""
     inner, states = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
     counts = (inner, inner, states, states, config.mamba_n_heads)
     of_parts = zip(counts, config.ssm_multipliers, strict=True)
@@ -232,7 +232,7 @@ def _with_experts(setting: str) -> Setting:
 def _kimi_blocks(
     attention: str, mixture: str, experts: tuple[str, ...], delta: Parts, latent: tuple[str, ...] = ()
 ) -> tuple[tuple[Any, Parts], ...]:
-    """Return the parts of some blocks, with names that differ between `delta` and `latent` attention."""
+    """Return `per_block` entries: blocks with delta attention, with latent attention, with an MLP, with experts."""
     names = ("q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "o_norm", "k_proj", "v_proj")
     own = weights(*(f"{attention}.{part}" for part in names))
     of_latent = weights(f"{attention}.kv_a_proj_with_mqa", f"{attention}.kv_a_layernorm")

@@ -1,1 +1,1 @@
-"""Pack and unpack ggml's block types, and refit their scales."""
+"""ggml's quantized block types: packing, unpacking, and scale refitting."""

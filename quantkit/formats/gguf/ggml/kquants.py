@@ -1,8 +1,8 @@
-"""Pack and unpack codes and scales of ggml's K-quant blocks, and of the similar IQ4_XS.
+"""Read and write the codes and scales of ggml's K-quant blocks, and of the similar IQ4_XS.
 
-A block holds 256 neighbouring weights of a row; each run of 16 or 32 has a scale of 4 or 6 bits, and in some types a
-minimum: weight = scale * code - minimum. IQ4_XS's codes index 16 uneven steps. Layouts: block_q2_K .. block_q6_K
-and block_iq4_xs in ggml-common.h, dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml.
+A block holds 256 consecutive weights of a row. Each 16 or 32 share a scale of 4 to 8 bits and, in some types, a
+minimum: weight = scale * code - minimum. IQ4_XS codes index 16 non-uniform levels. Layouts: block_q2_K .. block_q6_K,
+block_iq4_xs in ggml-common.h, dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Pack = Callable[[Bytes, Bytes, Bytes], None]
 class Scales:
     """The scales of n blocks: value = factor * scales * code - offset * minima.
 
-    factor and offset are (n, 1) float32, exact in float16; scales and minima (n, 256 / group) are whole numbers in
-    float32. In types without minima, value = factor * scales * (code - zero), and minima are zeros.
+    `factor` and `offset` are float32 (n, 1), exact in float16; `scales` and `minima` are integers as float32
+    (n, 256 / group). Types without minima use value = factor * scales * (code - zero), with `minima` all zero.
     """
 
     factor: Floats
@@ -38,9 +38,9 @@ class Scales:
 
 
 class Field(NamedTuple):
-    """The place of `width` bits of numbers, from bit `shift` on: bytes `start` to `stop` of a block.
+    """Where a block stores some bits of each number: `width` bits, from bit `shift` up, in bytes `start` to `stop`.
 
-    In each `run` of bytes, number `run * j + l` is in byte l at bit width * j.
+    Each `run` of bytes packs several numbers per byte: number `run * j + l` is in byte l, from bit `width * j` on.
     """
 
     start: int
@@ -52,7 +52,7 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class KQuant:
-    """The layout of one type."""
+    """The block layout of one K-quant type."""
 
     name: str
     bits: int  # of a code
@@ -96,7 +96,7 @@ def _pack_2(blocks: Bytes, scales: Bytes, minima: Bytes) -> None:
 
 
 def _unpack_45(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Return eight scales and eight minima of 6 bits from 12 bytes."""
+    """Return the eight 6-bit scales and eight 6-bit minima that Q4_K and Q5_K store in 12 bytes."""
     low, mid, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=1)
     minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=1)
@@ -110,7 +110,7 @@ def _pack_45(blocks: Bytes, scales: Bytes, minima: Bytes) -> None:
 
 
 def _unpack_6(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Return scales from signed bytes; flipping the sign bit adds 128."""
+    """Return Q6_K's int8 scales plus 128 as uint8, and minima of zero."""
     return blocks[:, 192:208] ^ np.uint8(128), np.zeros_like(blocks[:, 192:208])
 
 
@@ -146,7 +146,7 @@ KQUANTS = {
 
 
 def read_scales(name: str, packed: Bytes) -> Scales:
-    """Return the scales of packed rows (rows, bytes), block by block."""
+    """Return the scales of all blocks in packed rows, uint8 (rows, bytes)."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes)
     scales, minima = (part.astype(np.float32) for part in kind.unpack(blocks))
@@ -156,7 +156,7 @@ def read_scales(name: str, packed: Bytes) -> Scales:
 
 
 def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
-    """Return scales and minima (rows, columns / group) of packed rows: scale * code (or step of the code) - minimum."""
+    """Return each group's scale and minimum, float32 (rows, columns / group): value = scale * code - minimum."""
     kind, stored = KQUANTS[name], read_scales(name, packed)
     scales = stored.factor * stored.scales
     minima = stored.offset * stored.minima if kind.largest_minimum else scales * np.float32(kind.zero)
@@ -164,7 +164,7 @@ def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def with_scales(name: str, packed: Bytes, scales: Scales) -> Bytes:
-    """Copy packed rows (rows, bytes) with other scales."""
+    """Return a copy of packed rows, uint8 (rows, bytes), with new scales."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes).copy()
     kind.pack(blocks, (scales.scales - np.float32(kind.least)).astype(np.uint8), scales.minima.astype(np.uint8))
@@ -175,13 +175,13 @@ def with_scales(name: str, packed: Bytes, scales: Scales) -> Bytes:
 
 
 def read_codes(name: str, packed: Bytes) -> Bytes:
-    """Return the codes (rows, columns) uint8 of packed rows (rows, bytes)."""
+    """Return the codes, uint8 (rows, columns), of packed rows, uint8 (rows, bytes)."""
     kind = KQUANTS[name]
     return _take(packed.reshape(-1, kind.nbytes), kind.fields).reshape(len(packed), -1)
 
 
 def with_codes(name: str, packed: Bytes, codes: Bytes) -> Bytes:
-    """Copy packed rows (rows, bytes) with other codes (rows, columns)."""
+    """Return a copy of packed rows, uint8 (rows, bytes), with new codes, uint8 (rows, columns)."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes).copy()
     _give(blocks, kind.fields, codes.reshape(-1, BLOCK))

@@ -1,8 +1,8 @@
-"""ggml's own quantizers through ctypes: rows of float32 to llama.cpp's blocks, and back.
+"""Call ggml's own quantizers through ctypes: float32 rows to quantized blocks and back.
 
-packing.py makes the same bytes faster, for some types. The library is the package libggml-python's `libggml-base`
-(include/ggml.h: `ggml_quantize_chunk`, `ggml_get_type_traits`). ctypes releases the interpreter lock, so threads use
-several cores. The first rows of an IQ1, IQ2 or IQ3 type wait for ggml's tables: seconds for IQ2_S and IQ1_M.
+packing.py produces the same bytes faster for some types. The library is `libggml-base` in the package libggml-python
+(include/ggml.h: `ggml_quantize_chunk`, `ggml_get_type_traits`). ctypes releases the GIL, so threads use several
+cores. The first use of an IQ1, IQ2 or IQ3 type builds ggml's tables, which takes seconds for IQ2_S and IQ1_M.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Traits(ctypes.Structure):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A tensor type of ggml: `block` values have `block_bytes` bytes; files identify it by `number`."""
+    """A ggml tensor type: each block packs `block` values into `block_bytes` bytes; `number` identifies it in files."""
 
     name: str
     number: int
@@ -57,7 +57,7 @@ class BlockType:
     to_float: Callable[[int, int, int], None] | None
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row; raise ValueError if it is not a whole number of blocks."""
+        """Return the packed bytes of a row; raise ValueError if `columns` is not a multiple of the block size."""
         if columns <= 0 or columns % self.block:
             raise ValueError(f"{self.name} stores rows of a multiple of {self.block} values, not {columns}")
         return columns // self.block * self.block_bytes
@@ -95,7 +95,7 @@ def _library() -> Any:
 
 @cache
 def block_type(name: str) -> BlockType:
-    """Look up a type by name, such as ``Q4_K`` or ``F16``; raise ValueError for an unknown one."""
+    """Look up a ggml type by name, such as ``Q4_K`` or ``F16``; raise ValueError for an unknown name."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if name not in GGMLQuantizationType.__members__:
@@ -115,12 +115,12 @@ def _refuse_layout(array: np.ndarray, dtype: Any, what: str) -> None:
 
 
 def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Pack float32 `rows` (n, columns) as (n, row_bytes) uint8.
+    """Quantize float32 `rows` (n, columns) to type `name`; return uint8 (n, row_bytes).
 
-    `importance` (columns,) float32 weighs each column's squared error; types in `WEIGHTED` use it, those in
-    `IMPORTANCE_ONLY` need it. Raises ValueError for input that ggml would corrupt: rows that are not a whole number of
-    blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them), and importance that is missing, negative,
-    not finite, above `LOUDEST`, or below `FAINTEST` over a whole run of 16 columns (ggml would zero the weights there).
+    `importance`, float32 (columns,), weights each column's squared error; types in `WEIGHTED` use it, those in
+    `IMPORTANCE_ONLY` need it. Raises ValueError for input that ggml would corrupt: partial blocks, NaN, infinity,
+    magnitudes above 65504 (except F32, BF16), or importance that is missing, negative, not finite, above `LOUDEST`,
+    or below `FAINTEST` in a whole run of 16 columns (ggml would zero those weights).
     """
     kind = block_type(name)
     _refuse_layout(rows, np.float32, "rows")
@@ -142,7 +142,7 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
 
 
 def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Pack with ggml itself, without the checks of `quantize`."""
+    """Quantize with ggml itself, without the input checks of `quantize`."""
     kind, (n, columns) = block_type(name), rows.shape
     packed = np.empty((n, kind.row_bytes(columns)), dtype=np.uint8)
     pointer = None if importance is None else importance.ctypes.data
@@ -154,7 +154,7 @@ def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
 
 @cache
 def _same(name: str, weighted: bool) -> bool:
-    """Return whether the faster packing gives the same bytes as this ggml; tested once per process."""
+    """Return whether packing.py and this ggml library produce identical bytes; tested once per process."""
     if (name, weighted) not in PACKERS or not available():
         return False
     random = np.random.default_rng(0)
@@ -176,7 +176,7 @@ def _check_importance(name: str, importance: Floats, columns: int) -> None:
 
 
 def dequantize(name: str, packed: Bytes, columns: int) -> Floats:
-    """Unpack `packed` (n, row_bytes) uint8 to float32 (n, columns); raise ValueError for a wrong shape."""
+    """Unpack uint8 (n, row_bytes) to float32 (n, columns); raise ValueError for a wrong shape."""
     kind = block_type(name)
     _refuse_layout(packed, np.uint8, "packed rows")
     if packed.shape[1] != kind.row_bytes(columns):

@@ -1,11 +1,11 @@
-"""Pack ggml's block types with a faster search that gives the same bytes as ggml's quantizers.
+"""Quantize to ggml's block types faster than ggml, with identical bytes.
 
-Each function follows one of ggml's (quantize_row_*_ref without importance, quantize_row_*_impl with it, in
-ggml-quants.c of https://github.com/ggml-org/ggml): weights of the errors, scales of the blocks, scales of the
-super-blocks of 256, codes on the stored scales. ggml is fast enough for all other types.
+Each function mirrors one of ggml's (quantize_row_*_ref without importance, quantize_row_*_impl with it, in
+ggml-quants.c of https://github.com/ggml-org/ggml): error weights, block scales, super-block scales (256 weights), then
+codes for the stored scales. The other types use ggml, which is fast enough for them.
 
-The search for small blocks' scales is in C (search.c): ggml's arithmetic on many blocks in parallel, without the
-interpreter's lock. Without a compiler at installation, `available` is false and ggml's own quantizer does the work.
+The search for block scales is in C (search.c): ggml's arithmetic, vectorized over many blocks, without the GIL.
+If no compiler was found at installation, `available` returns False and ggml is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SLAB = 1 << 18  # weights packed at a time; memory is a few float32 arrays of th
 
 
 def load(path: Path) -> Any:
-    """Load the library at `path`; raise OSError if this machine cannot."""
+    """Load the compiled search library at `path`; raise OSError if it does not run on this machine."""
     library = ctypes.CDLL(str(path))
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
@@ -58,13 +58,13 @@ def _library() -> Any:
 
 
 def available() -> bool:
-    """Return whether the library was compiled for this machine."""
+    """Return whether the compiled search library exists and runs on this machine."""
     return _library() is not None
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Per block: scale, offset and sum of weights (blocks,), and codes uint8 (blocks, n)."""
+    """Results of a scale search: per block scale, offset and sum of weights (blocks,), and codes uint8 (blocks, n)."""
 
     scales: Floats
     offsets: Floats
@@ -73,7 +73,7 @@ class Fitted:
 
 
 class Candidates(NamedTuple):
-    """Inverse scales that ggml tries: (first + step * k + top) / range for k = 0..steps; the least error wins."""
+    """The inverse scales that ggml tries, (first + step * k + top) / range for k = 0..steps; the least error wins."""
 
     first: float
     step: float
@@ -91,19 +91,19 @@ def _searched(function: str, values: Floats, weights: Floats, results: tuple[str
 
 
 def _search_affine(values: Floats, weights: Floats, top: int, tried: Candidates) -> Fitted:
-    """Fit value = scale * code - offset, with codes 0..`top` and offsets >= 0."""
+    """Fit value = scale * code - offset for each block, with codes 0..`top` and offset >= 0."""
     return _searched("search_affine", values, weights, ("scales", "offsets", "sums", "codes"), top, *tried)
 
 
 def _search_symmetric(values: Floats, weights: Floats, top: int) -> Fitted:
-    """Fit value = scale * (code - top), with codes 0..2 * `top` - 1 and scales of either sign."""
+    """Fit value = scale * (code - top) for each block, with codes 0..2 * `top` - 1 and a scale of either sign."""
     return _searched("search_symmetric", values, weights, ("scales", "sums", "codes"), top)
 
 
 def _error_weights(rows: Floats, importance: Floats | None, run: int, times: int = 1) -> Floats:
-    """Return weights of squared errors with the shape of `rows` (n, columns); m is a run's mean square.
+    """Return ggml's weight of each value's squared error, float32 of the shape of `rows` (n, columns).
 
-    importance (columns,) * sqrt(times * m + square), or without it sqrt(m) + magnitude.
+    With m the mean square of a run: importance * sqrt(times * m + value^2), or sqrt(m) + |value| without importance.
     """
     weights = np.empty_like(rows)
     given = None if importance is None else importance.ctypes.data
@@ -120,7 +120,7 @@ WEIGHTED = Candidates(-0.9, 0.05, 36)
 
 
 def _nearest(values: Floats) -> NDArray[np.int32]:
-    """Round as ggml does: to the nearest whole number, ties to even, for magnitudes below 2^22."""
+    """Round to the nearest integer as ggml does: ties to even, for magnitudes below 2^22."""
     return ((values + np.float32(12582912.0)).view(np.int32) & 0x007FFFFF) - 0x00400000
 
 
@@ -129,7 +129,7 @@ def _half(values: Floats) -> Floats:
 
 
 def _super_block(values: Floats, weights: Floats | None, top: int) -> tuple[Floats, Floats]:
-    """Return scales (n, 1) and codes (n, blocks): searched with weights, else spanning each row's largest."""
+    """Quantize block scales to (super-block scales (n, 1), codes (n, blocks)): by weighted search, or max to `top`."""
     if weights is not None:
         fitted = _searched("search_positive", values, weights, ("scales", "codes"), top)
         return fitted.scales[:, None], fitted.codes.astype(np.float32)
@@ -139,7 +139,7 @@ def _super_block(values: Floats, weights: Floats | None, top: int) -> tuple[Floa
 
 
 def _affine(name: str, rows: Floats, importance: Floats | None) -> Bytes:
-    """Pack Q2_K, Q4_K, Q5_K: a scale and a minimum for each block, both as codes in the super-block."""
+    """Quantize to Q2_K, Q4_K or Q5_K: each block has a quantized scale and a quantized minimum."""
     kind, tried = KQUANTS[name], PLAIN[name] if importance is None else WEIGHTED
     blocks = rows.reshape(-1, kind.group)
     if importance is not None:
@@ -155,7 +155,7 @@ def _affine(name: str, rows: Floats, importance: Floats | None) -> Bytes:
 
 
 def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
-    """Pack Q3_K with importance and Q6_K: with a signed scale per block."""
+    """Quantize to Q3_K (with importance) or Q6_K: each block has a quantized signed scale and no minimum."""
     kind = KQUANTS[name]
     blocks = rows.reshape(-1, kind.group)
     if importance is None:
@@ -176,7 +176,7 @@ def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
 
 
 def _extreme(scales: Floats) -> tuple[Floats, Floats]:
-    """Return factors (n, 1) that put the scale of largest magnitude at -128, and the integer scales."""
+    """Quantize each row's scales to int8; return factors (n, 1), with the largest magnitude at -128, and integers."""
     sizes = np.where(np.isnan(scales), np.float32(0), np.abs(scales))
     extreme = np.take_along_axis(scales, sizes.argmax(axis=1)[:, None], axis=1)
     nothing = sizes.max(axis=1, keepdims=True) < NOTHING
@@ -186,7 +186,7 @@ def _extreme(scales: Floats) -> tuple[Floats, Floats]:
 
 
 def _written(name: str, rows: Floats, codes: Bytes, stored: Scales) -> Bytes:
-    """Round codes with the stored scales, and write blocks."""
+    """Round `rows` to codes with the stored scales, and return the packed blocks."""
     kind = KQUANTS[name]
     scales = np.ascontiguousarray((stored.factor * stored.scales).reshape(-1))
     offsets = np.ascontiguousarray((stored.offset * stored.minima).reshape(-1))
@@ -199,7 +199,7 @@ def _written(name: str, rows: Floats, codes: Bytes, stored: Scales) -> Bytes:
 
 
 def _small(bits: int, minimum: bool, rows: Floats, importance: Floats | None) -> Bytes:
-    """Pack Q4_0, Q4_1, Q5_0, Q5_1 with importance: blocks of 32 with float16 scales."""
+    """Quantize to Q4_0, Q4_1, Q5_0 or Q5_1 with importance: blocks of 32 values with float16 scales."""
     blocks = rows.reshape(-1, 32)
     weights = _error_weights(rows, importance, rows.shape[1]).reshape(blocks.shape)
     if minimum:
@@ -226,7 +226,7 @@ PACKERS: dict[tuple[str, bool], Packer] = {
 
 
 def pack(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Pack float32 `rows` (n > 0, columns), checked by `ggml.quantize`, as ggml would; raise KeyError."""
+    """Quantize float32 `rows` (n > 0, columns) that `library.quantize` has checked; raise KeyError for other types."""
     packer = PACKERS[name, importance is not None]
     step = max(1, SLAB // rows.shape[1])
     with np.errstate(all="ignore"):  # blocks of equal values divide by zero, and are handled afterwards, as in ggml

@@ -1,8 +1,8 @@
-"""Refit the scales of rounded K-quants and IQ4_XS (for IQ2 and IQ3 only the float16 factors); codes stay.
+"""Refit the scales of quantized rows to the least output error; the codes stay the same.
 
-Lowers tr((W - V) H (W - V)^T) for a row's values V by coordinate descent: each scale and minimum takes the
-best whole number with all others fixed; then the factors of a row's blocks are solved in closed form. Only changes
-that lower the error are accepted.
+Minimizes tr((W - V) H (W - V)^T) over the scales of the quantized values V. K-quants and IQ4_XS: coordinate descent
+over the integer scales and minima, then the float16 block factors in closed form; IQ2 and IQ3: block factors only.
+Only changes that lower the error are applied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RIDGE = 1e-6  # share of the mean diagonal; pulls factors towards their present 
 
 
 class _PackedRows:
-    """n rows in torch: factor, offset (n, B), scales, minima (n, G), codes - zero, or their steps (n, K)."""
+    """n quantized rows as tensors: factor, offset (n, B), scales, minima (n, G), centered codes or levels (n, K)."""
 
     def __init__(self, kind: KQuant, packed: Bytes, device: torch.device) -> None:
         self.kind, self.blocks = kind, packed.shape[1] // kind.nbytes
@@ -54,7 +54,7 @@ class _PackedRows:
 
 
 def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
-    """Refit the scales of packed rows (n, bytes) to the weight `target` (n, K); hessian (K, K) is E[x x^T]."""
+    """Refit the scales of packed rows, uint8 (n, bytes), to `target` (n, K), where `hessian` (K, K) is E[x x^T]."""
     rows = _PackedRows(KQUANTS[name], packed, target.device)
     _whole_numbers(rows, (target - rows.values()) @ hessian, hessian)
     _factors(rows, target, hessian)
@@ -62,7 +62,7 @@ def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor)
 
 
 def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor) -> None:
-    """Improve scales and minima in turn; slope (n, K) = (W - V) H is half the error's negative gradient."""
+    """Optimize integer scales and minima in place, one at a time; `slope` (n, K) is (W - V) H, updated in place."""
     kind = rows.kind
     each, size = BLOCK // kind.group, kind.group
     for b in range(rows.blocks):
@@ -91,7 +91,7 @@ def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor
 
 
 def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> None:
-    """Solve for the float16 factors of all blocks of each row."""
+    """Solve for the float16 factors of all blocks of each row, in place, in closed form."""
     kind, blocks = rows.kind, rows.blocks
     parts, factors = [rows.scales.repeat_interleave(kind.group, 1) * rows.codes], [rows.factor]
     if kind.largest_minimum:
@@ -106,7 +106,7 @@ def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> 
 def _solved(
     parts: list[torch.Tensor], factors: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
 ) -> torch.Tensor:
-    """Return factors (n, P * B), exact in float16, of rows that sum P parts (n, K); unchanged where no better."""
+    """Return float16-exact factors (n, P * B) for sums of P parts (n, K); rows that do not improve keep `factors`."""
     blocks, now, along = target.shape[1] // BLOCK, factors.to(torch.float64), target @ hessian
     normal = normal_equations(parts, hessian, blocks)
     aimed = torch.cat([unit_sums(part * along, blocks) for part in parts], 1)
@@ -116,7 +116,7 @@ def _solved(
 
 
 def refit_factors(codebook: Codebook, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
-    """Refit the float16 factors of packed rows of a type of `codebooks`; see `refit`."""
+    """Refit the float16 block factors of rows packed as an IQ2 or IQ3 type; arguments as in `refit`."""
     factors, values = codebook.without_factors(packed, target.shape[1])
     now, part = torch.from_numpy(factors).to(target.device), torch.from_numpy(values).to(target.device)
     return codebook.with_factors(packed, _solved([part], now, target, hessian).cpu().numpy())

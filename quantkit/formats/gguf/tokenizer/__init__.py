@@ -1,1 +1,1 @@
-"""Tokenizers in GGUF files."""
+"""Convert tokenizers to GGUF, and compare them with llama.cpp's tokenization."""

@@ -1,4 +1,4 @@
-"""Tokenize with a file's vocabulary in llama.cpp, in another process, since llama.cpp aborts on a bad vocabulary."""
+"""Tokenize with llama.cpp in a child process, because llama.cpp aborts the process for an invalid vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIGNS = ("error", "assert", "failed")
 
 
 def llama_cpp_ids(path: Path, text: str) -> list[int]:
-    """Return the ids of `text`, without BOS and EOS, with the vocabulary of a GGUF file; raise UnsupportedError."""
+    """Tokenize `text` with the vocabulary of a GGUF file, without BOS and EOS; raise UnsupportedError."""
     what = f"{path}: llama.cpp cannot read its vocabulary"
     try:
         done = subprocess.run(
@@ -35,7 +35,7 @@ def llama_cpp_ids(path: Path, text: str) -> list[int]:
 
 
 def _reason(code: int, said: str) -> str:
-    """Return how the process ended, and the first line of its output that names an error."""
+    """Describe how the child process ended, with the first line of its output that reports an error."""
     how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = next((line for line in lines if any(sign in line.lower() for sign in SIGNS)), "".join(lines[-1:]))
@@ -43,7 +43,7 @@ def _reason(code: int, said: str) -> str:
 
 
 def main() -> None:
-    """Run the process: the file is the argument, standard input the text, standard output the ids."""
+    """Child process: read the text from standard input, print token ids; the argument is the GGUF file."""
     import resource
 
     import llama_cpp

@@ -1,8 +1,8 @@
-"""Find llama.cpp's pre-tokenizer for a byte-level BPE tokenizer, by its ids for one text or by its steps.
+"""Find the name of llama.cpp's pre-tokenizer for a byte-level BPE tokenizer, by its ids for a probe text or its steps.
 
-llama.cpp publishes text and table (convert_hf_to_gguf_update.py and conversion/base.py, `get_vocab_base_pre`, commit
-00bd27a6; https://github.com/ggml-org/llama.cpp). The key is the first 16 digits of the sha256 of the token ids, written
-as Python writes a list. WordPiece entries are left out.
+The probe text and table are llama.cpp's (convert_hf_to_gguf_update.py; `get_vocab_base_pre` in conversion/base.py,
+commit 00bd27a6; https://github.com/ggml-org/llama.cpp). The table's key is the first 16 hex digits of the sha256 of
+str(ids). WordPiece entries are omitted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ STEPS = {
 
 
 def steps_name(steps: Iterable[dict[str, Any]], ignores_merges: bool) -> str | None:
-    """Return llama.cpp's pre-tokenizer with these steps of a tokenizer.json, or None."""
+    """Return the name of llama.cpp's pre-tokenizer that has these tokenizer.json steps, or None."""
     return STEPS.get((tuple(_step(step) for step in steps), ignores_merges))
 
 
@@ -82,5 +82,5 @@ def _step(step: dict[str, Any]) -> str:
 
 
 def fingerprint(ids: Sequence[int]) -> str:
-    """Return the key of token ids in `NAMES`."""
+    """Return the key in `NAMES` for the probe text's token ids."""
     return hashlib.sha256(str(list(ids)).encode()).hexdigest()[:16]

@@ -1,12 +1,12 @@
-"""Write tokenizers into GGUF files: byte-level BPE (``gpt2``), other BPE (``llama``, ``gemma4``), unigram (``t5``).
+"""Convert tokenizers to GGUF: byte-level BPE (``gpt2``), other BPE (``llama``, ``gemma4``), unigram (``t5``).
 
-All come from the fast tokenizer that transformers loads. llama.cpp tokenizes with its own code: the pre-tokenizer of
-byte-level BPE is found by its behaviour (pretokenizers.py); the other algorithms run here on a probe text.
+The source is transformers' fast tokenizer. llama.cpp tokenizes with its own code: for byte-level BPE, a pre-tokenizer
+is identified by its behavior (pretokenizers.py); for the others, llama.cpp's algorithm is run on a probe text.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: WordPiece, unigram with byte fallback,
-tokenizers that add anything but BOS and EOS to a text.
-This file implements llama.cpp's SentencePiece-like BPE, Gemma 4's BPE and unigram, without special tokens
-(src/llama-vocab.cpp). All are quadratic in the text's length, for a probe of some hundred characters.
+tokenizers that add anything but BOS and EOS.
+Reimplemented here, without special tokens: llama.cpp's SentencePiece-like BPE, Gemma 4's BPE, and unigram
+(src/llama-vocab.cpp). All take quadratic time, which is fine for a probe of a few hundred characters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LACKING = "the step {}, which llama.cpp lacks"
 
 
 def spm_scores(model: dict[str, Any]) -> dict[str, float]:
-    """Return scores by text: minus the index of the first merge that makes the token, or the lowest score."""
+    """Return llama.cpp's score of each token: minus the rank of its first merge, or the lowest if it has none."""
     first: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
@@ -42,7 +42,7 @@ def spm_scores(model: dict[str, Any]) -> dict[str, float]:
 
 
 def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix: bool) -> list[int]:
-    """Tokenize `text` as the ``llama`` model does; characters without a token become their UTF-8 bytes."""
+    """Tokenize `text` as llama.cpp's ``llama`` model; characters without a token become UTF-8 byte tokens."""
     symbols = list(((" " if prefix else "") + text).replace(" ", SPACE))
     while found := [(scores[a + b], -at) for at, (a, b) in enumerate(pairwise(symbols)) if a + b in ids]:
         at = -max(found)[1]
@@ -54,13 +54,13 @@ def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix:
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges in the ``model`` part of a tokenizer.json, best first."""
+    """Return the BPE merges of a tokenizer.json's ``model`` section, highest priority first."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(left, right) for left, right in pairs]
 
 
 def gemma4_tokens(text: str, ids: Mapping[str, int], merges: list[tuple[str, str]]) -> list[int]:
-    """Tokenize `text` as the ``gemma4`` model does: merges within lines; newlines in a row may be one token."""
+    """Tokenize `text` as llama.cpp's ``gemma4`` model: BPE within lines; a run of newlines may be one token."""
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(merges)))}
     tokens: list[int] = []
     for word in re.findall(r"[^\n]+|\n+", text.replace(" ", SPACE)):
@@ -76,7 +76,7 @@ def gemma4_tokens(text: str, ids: Mapping[str, int], merges: list[tuple[str, str
 
 @dataclass(frozen=True)
 class Unigram:
-    """A unigram tokenizer, llama.cpp's ``t5`` model: it maximizes the sum of scores over the text."""
+    """A unigram tokenizer (llama.cpp's ``t5``), which picks the segmentation with the highest total score."""
 
     pieces: dict[str, tuple[int, float]]  # token ids and scores by text, with U+2581 for blanks
     unknown: int  # the id of a code point without a token
@@ -113,7 +113,7 @@ class Unigram:
 
 
 def read_unigram(model: dict[str, Any], steps: list[dict[str, Any]]) -> Unigram:
-    """Read the ``model`` part and the steps of a tokenizer.json; raise ValueError for a kind that llama.cpp lacks."""
+    """Read a unigram ``model`` section and steps of tokenizer.json; raise ValueError for steps that llama.cpp lacks."""
     if model.get("byte_fallback"):
         raise ValueError(LACKING.format("unigram with byte fallback"))
     if model.get("unk_id") is None:
@@ -154,7 +154,7 @@ SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """llama.cpp's algorithm: its `model`, its pre-tokenizer, and the model's data; scores by token."""
+    """llama.cpp's tokenizer `model` and pre-tokenizer, with the data that they need."""
 
     model: str
     pre: str = "default"
@@ -167,7 +167,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer in GGUF's terms. `types` are llama.cpp's token types; `suppressed` ids are never generated."""
+    """A tokenizer as GGUF stores it; `types` are llama.cpp token types, `suppressed` ids are never generated."""
 
     algorithm: Algorithm
     tokens: list[str]
@@ -180,12 +180,12 @@ class Vocabulary:
 
     @property
     def nbytes(self) -> int:
-        """Return the approximate bytes in the file."""
+        """Return the approximate size in the file, in bytes."""
         texts = [*self.tokens, *(self.algorithm.merges or []), str(self.chat_template or "")]
         return sum(len(text.encode()) + 8 for text in texts) + 8 * len(self.tokens)
 
     def write(self, writer: Any) -> None:
-        """Add the keys to a gguf.GGUFWriter."""
+        """Add the tokenizer's keys to a gguf.GGUFWriter."""
         how = self.algorithm
         writer.add_tokenizer_model(how.model)
         writer.add_tokenizer_pre(how.pre)
@@ -222,7 +222,7 @@ class Vocabulary:
 
 
 def read_vocabulary(source: Source, size: int) -> Vocabulary:
-    """Read the source's tokenizer for an embedding of `size` rows; raise UnsupportedError, SourceError."""
+    """Convert the source's tokenizer, for an embedding of `size` rows; raise UnsupportedError or SourceError."""
     tokenizer = source.tokenizer()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -246,7 +246,7 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
 
 
 def _suppressed(source: Source, size: int) -> list[int]:
-    """Return the valid ids that generation_config.json bans from answers."""
+    """Return the valid token ids that generation_config.json suppresses."""
     path = source.side_files().get(GENERATION)
     given = read_object(path, SourceError, "Fetch it again, or remove it.").get("suppress_tokens") if path else None
     if given is None:
@@ -274,7 +274,7 @@ def _template(tokenizer: Any) -> str | list[dict[str, str]] | None:
 
 
 def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
-    """Raise UnsupportedError for an id without a row, ValueError for two tokens with one id."""
+    """Raise UnsupportedError for a token id without an embedding row, ValueError for two tokens with one id."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     count = max(vocabulary.values(), default=0) + 1
     if count > size:
@@ -289,7 +289,7 @@ def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
 
 
 def _refuse_equal_tokens(tokens: list[str]) -> None:
-    """Raise ValueError if two ids have the same text: llama.cpp aborts on such a file."""
+    """Raise ValueError if two ids have the same text, since llama.cpp aborts on such a file."""
     places: dict[str, int] = {}
     for number, text in enumerate(tokens):
         plain = text.partition("\0")[0]  # as llama.cpp reads it
@@ -324,7 +324,7 @@ def _algorithm(architecture: str, tokenizer: Any, data: dict[str, Any]) -> Algor
 
 
 def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return llama.cpp's name of the pre-tokenizer, and notes on differences; raise ValueError."""
+    """Return llama.cpp's pre-tokenizer name and notes on differences; raise ValueError if there is none."""
     if (key := fingerprint(tokenizer.encode(PROBE))) in NAMES:
         return NAMES[key], ()
     normalized = [step["type"] for step in _steps(data.get("normalizer"))]
@@ -338,7 +338,7 @@ def _pre_tokenizer(tokenizer: Any, data: dict[str, Any]) -> tuple[str, tuple[str
 
 
 def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[list[str], list[int]]:
-    """Return texts and types of the tokens 0 .. size - 1; `visible` tokens are shown although they are special."""
+    """Return text and type of tokens 0 .. size - 1; tokens in `visible` are printed although they are special."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
     if data["model"]["type"] == "Unigram":
         unknown = vocabulary[data["model"]["unk_id"]][0]
@@ -367,7 +367,7 @@ def _tokens(data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[
 
 
 def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
-    """Return whether the tokenizer adds BOS before and EOS after a text."""
+    """Return whether the tokenizer adds BOS before a text, and EOS after it."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a")
     bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
@@ -380,7 +380,7 @@ def _added_ends(tokenizer: Any) -> tuple[bool, bool]:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, with sequences flattened."""
+    """Return the steps of a normalizer or pre-tokenizer section, with nested sequences flattened."""
     if not part:
         return []
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -388,7 +388,7 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _space_prefix(steps: list[dict[str, Any]]) -> bool:
-    """Return whether a space is put before a text; raise ValueError for steps that llama.cpp lacks."""
+    """Return whether the steps prepend a space to the text; raise ValueError for steps that llama.cpp lacks."""
     prefix = False
     for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
@@ -403,7 +403,7 @@ def _space_prefix(steps: list[dict[str, Any]]) -> bool:
 
 
 def _compare(tokenizer: Any, follow: Callable[[str], list[int]]) -> tuple[str, ...]:
-    """Run llama.cpp's algorithm on the probe; raise ValueError or return a note if the tokenizer differs."""
+    """Compare llama.cpp's algorithm `follow` with the tokenizer on a probe text; return notes or raise ValueError."""
     ours, theirs = follow(PROBE), tokenizer.encode(PROBE, add_special_tokens=False)
     if ours != theirs:
         at = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
