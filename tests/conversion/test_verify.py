@@ -139,7 +139,12 @@ def test_damaged_tensors_are_refused_though_their_hashes_are_right(method, chang
     ("method", "change", "counts", "says"),
     [
         ("awq", lambda tensors: tensors.pop(EMBEDDING), {"float16": -1}, f"lacks the tensor {EMBEDDING}"),
-        ("nf4", added("model.extra.weight"), {"bfloat16": 1}, "has the tensor model.extra.weight, which its config.json"),
+        (
+            "nf4",
+            added("model.extra.weight"),
+            {"bfloat16": 1},
+            "has the tensor model.extra.weight, which its config.json",
+        ),
         ("rtn", changed(NORM, torch.Tensor.float), {"float16": -1, "float32": 1}, "and its config.json says"),
     ],
 )
