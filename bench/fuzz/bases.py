@@ -108,8 +108,8 @@ def copied(origin: Path, target: Path) -> Path:
 # What only some kinds need.
 NEEDED_BY = {
     "compared": ("kept reports", "table.json"),
-    "baseline": ("baseline", "judged positions"),
-    "positions": ("judged positions",),
+    "baseline": ("baseline", "scored positions"),
+    "positions": ("scored positions",),
     "unfinished": ("unfinished work",),
     "importance": ("importance file",),
     "gpt-oss": ("quantized sources",),

@@ -1,4 +1,4 @@
-"""Damage to what quantkit keeps for later: unfinished work, reports, tables, baselines, judged positions."""
+"""Damage to what quantkit keeps for later: unfinished work, reports, tables, baselines, scored positions."""
 
 from __future__ import annotations
 
@@ -165,5 +165,5 @@ KINDS: dict[str, Kind] = {
     "kept reports": compared,
     "table.json": table,
     "baseline": cached("baseline"),
-    "judged positions": cached("positions"),
+    "scored positions": cached("positions"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.fuzz.children import MEMORY, WORKER_TRACE, Ended
 
-REFUSED, DONE, UNJUDGED, SAME = "refused", "done, right", "done, not judged", "unchanged"
+REFUSED, DONE, UNJUDGED, SAME = "refused", "done, right", "done, not checked", "unchanged"
 BAD = ("TRACEBACK", "HANG", "ABORT", "MEMORY", "MULTILINE", "LEFTOVER", "TAKEN", "FAULT")
 COLUMNS = (REFUSED, DONE, UNJUDGED, *BAD)
 LONGEST = 2000

@@ -116,5 +116,5 @@ def engines() -> dict[str, Engine]:
 
 def server_of(format_name: str) -> str | None:
     """Return the name of the server that `quantkit serve` starts for a format, or None."""
-    servers = (engines()[name].server for name in find_format(format_name).engines)
+    servers = (find_engine(name).server for name in find_format(format_name).engines)
     return next(filter(None, servers), None)

@@ -77,6 +77,8 @@ class GroupedPacking(Packing[GroupedWeight]):
     least_zero = 0  # smallest zero point that can be stored
     records_symmetry = True  # config.json says whether codes are symmetric
     group_bits = 0  # bits of a group besides its codes; 0: a float16 scale and perhaps a zero point
+    for_vllm = True  # whether vLLM reads it, so that notes name what vLLM refuses
+    names_layers = False  # whether other tools name the layers with other bits, too
     ties_head = False  # whether an embedding that is also the output head can be quantized
     # Settings in config.json of the folder that is read.
     _own: bool
@@ -159,6 +161,10 @@ class GroupedPacking(Packing[GroupedWeight]):
         """Return the bits by layer name that quantkit wrote (`OTHERS`: all other layers); empty if uniform."""
         return {}
 
+    def overrides(self, quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the settings of single layers in another tool's `quantization_config`."""
+        return layer_overrides(quantization)
+
     def variant(self, _quantization: Mapping[str, Any]) -> GroupedPacking:
         """Return the variant of this layout that another tool's config describes; raise ArtifactError if unknown."""
         return self
@@ -183,7 +189,7 @@ class GroupedPacking(Packing[GroupedWeight]):
         group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError)
         if group == 0:
             raise ArtifactError(f"{where}: group_size is 0. {AGAIN}")
-        overrides = [] if own else layer_overrides(quantization)
+        overrides = [] if own else self.overrides(quantization)
         sizes = [whole_number(other, "group_size", -1, MOST_COLUMNS, where, ArtifactError) for other in overrides]
         first = -1 if group is None else group
         made._bits = bits
@@ -194,7 +200,7 @@ class GroupedPacking(Packing[GroupedWeight]):
             else None
             for name in ("sym", "desc_act")
         )  # fmt: skip
-        made._layer_bits = made.layer_bits(quantization) if own else {}
+        made._layer_bits = made.layer_bits(quantization) if own or self.names_layers else {}
         return made
 
     @property
@@ -371,7 +377,7 @@ def check(packing: GroupedPacking, source: Source, skeleton: Skeleton, layout: L
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     codes = sum(n * k * layout.bits_of(name) for name, (n, k) in linears.items())
     nbytes = int((codes + quantized * 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
-    notes = [*packing.notes(layout), *_vllm_notes(linears, group_size)]
+    notes = [*packing.notes(layout), *(_vllm_notes(linears, group_size) if packing.for_vllm else ())]
     plan = replace(layout, group_size=group_size, least_zero=packing.least_zero)
     if layout.head_bits is not None:
         notes += _head_notes(source, skeleton, packing, plan)
@@ -452,7 +458,7 @@ def _head_notes(source: Source, skeleton: Skeleton, packing: GroupedPacking, lay
     each = bits + (packing.group_bits or (16 if layout.symmetric else 16 + bits)) / group
     share = rows * columns / source.parameters
     notes = [f"the output head has {each:.2f} bits per weight, rounded to nearest, and {share:.1%} of all weights"]
-    if rows % HEAD_UNIT:
+    if packing.for_vllm and rows % HEAD_UNIT:
         notes.append(
             f"vLLM would refuse this artifact: its output head has codes for {rows} tokens, which is not a multiple of "
             f"{HEAD_UNIT}"

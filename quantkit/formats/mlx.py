@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +30,6 @@ from quantkit.formats._quantization_config import (
     Untouched,
     quantization_of,
     recognizes,
-    source_quantization,
 )
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
@@ -56,6 +53,8 @@ class _MlxPacking(GroupedPacking):
     parts = (CODES, SCALES, BIASES)
     transposed = False
     records_symmetry = False
+    for_vllm = False
+    names_layers = True
     ties_head = True
     group_bits = 32
     code_type = "uint32"
@@ -104,30 +103,23 @@ class _MlxPacking(GroupedPacking):
     def quantization(self, layout: Layout, _untouched: Untouched) -> dict[str, Any]:
         every = {"group_size": layout.group_size, "mode": "affine"}
         named = {name: {**every, "bits": bits} for name, bits in layout.layer_bits.items()}
-        return {"quant_method": MLX, "bits": layout.bits, **every, **named}
+        return {METHOD_KEY: MLX, "bits": layout.bits, **every, **named}
 
     def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
         named = {name: own["bits"] for name, own in _of_layers(quantization).items() if "bits" in own}
+        if wrong := [name for name, bits in named.items() if type(bits) is not int or bits not in self.bits]:
+            raise ArtifactError(f"quantization gives {wrong[0]} the bits {shown(named[wrong[0]])}. {AGAIN}")
         return {**named, grouped.OTHERS: quantization["bits"]} if named else {}
 
     def variant(self, quantization: Mapping[str, Any]) -> GroupedPacking:
         """Return self; raise ArtifactError for modes without biases (mxfp4, nvfp4, mxfp8)."""
-        modes = {own.get("mode", "affine") for own in (quantization, *_of_layers(quantization).values())}
-        if modes != {"affine"}:
-            raise ArtifactError(
-                f"quantization has the mode {shown(max(modes, key=str))}, and only affine is read. {AGAIN}"
-            )
+        modes = (own.get("mode", "affine") for own in (quantization, *self.overrides(quantization)))
+        if others := [mode for mode in modes if mode != "affine"]:
+            raise ArtifactError(f"quantization has the mode {shown(others[0])}, and only affine is read. {AGAIN}")
         return self
 
-    def of_folder(self, folder: Path, own: bool, quantization: Mapping[str, Any] | None = None) -> GroupedPacking:
-        """Extend `GroupedPacking.of_folder` with per-layer bits and group sizes from other tools' settings."""
-        made = super().of_folder(folder, own, quantization)
-        if not own:
-            stored = _settings(folder)
-            made._layer_bits = made.layer_bits(stored)
-            sizes = [one.get("group_size") for one in _of_layers(stored).values()]
-            made._groups = tuple(dict.fromkeys([*made._groups, *(size for size in sizes if size in GROUP_SIZES)]))
-        return made
+    def overrides(self, quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return list(_of_layers(quantization).values())
 
     def layout(self, layers: Sequence[StoredLayer]) -> Layout:
         """Extend `GroupedPacking.layout`; raise an error if biases are not integer multiples of their scales."""
@@ -143,7 +135,7 @@ class _MlxPacking(GroupedPacking):
 
     def value(self, layer: StoredLayer, weight: GroupedWeight) -> Stored:
         """Return codes if all biases correspond to zero points, else dequantized values as MLX computes them."""
-        parts = layer.read((SCALES, BIASES))
+        parts = {SCALES: weight.scales, **layer.read((BIASES,))}
         if not bool((parts[SCALES].isfinite() & parts[BIASES].isfinite()).all()):
             raise ArtifactError(
                 f"{layer.folder}: the layer {layer.name} has scales or biases that are not finite. {AGAIN}"
@@ -171,10 +163,6 @@ def exact(parts: Parts, zeros: torch.Tensor) -> bool:
     return bool((parts[SCALES].double() * -zeros.double()).equal(parts[BIASES].double()))
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    return source_quantization(folder)[1] or {}
-
-
 def _of_layers(quantization: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {name: own for name, own in quantization.items() if isinstance(own, dict)}
 
@@ -191,7 +179,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
     checked = grouped.check(PACKING, source, skeleton, layout)
     if checked.plan.group_size not in GROUP_SIZES:
         raise UnsupportedError(f"no group of {GROUP_SIZES} columns divides all layers of {source.model}, as MLX needs")
-    return replace(checked, notes=tuple(note for note in checked.notes if not note.startswith("vLLM")))
+    return checked
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from quantkit.formats.source import open_source
 from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 
 BITS = (2, 3, 4, 6, 8)
+UP = "model.layers.0.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,8 @@ def test_experts_are_refused(architecture, tmp_path):
         ({"bits": 5, "group_size": 64}, "no valid number of bits: 5"),
         ({"bits": 4, "group_size": 32}, "do not fit 4 bits"),
         ({"bits": 4, "group_size": 64, "mode": "mxfp4"}, "has the mode 'mxfp4', and only affine is read"),
+        ({"bits": 4, "group_size": 64, "mode": ["affine"]}, "and only affine is read"),
+        ({"bits": 4, "group_size": 64, UP: {"bits": "four"}}, f"gives {UP} the bits 'four'"),
     ],
 )
 def test_settings_that_lie_are_refused_in_one_line(settings, says, made, tmp_path):
