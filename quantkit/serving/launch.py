@@ -18,7 +18,6 @@ import psutil
 
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
 from quantkit.serving.servers import ServerPlan
-from quantkit.system.interpreter import inspect_interpreter
 
 START_LIMIT = 1800.0  # seconds until a server must answer; some compile a model for minutes
 GRACE = 10.0  # seconds for a server to end by itself
@@ -68,8 +67,8 @@ def _check_startable(launch: ServerPlan) -> None:
     server = launch.server
     if not server.modules:
         raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows the command")
-    if missing := inspect_interpreter(launch.python, server.modules)[0]:
-        raise DependencyError(f"{launch.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
+    if reason := server.shortfall(launch.python):
+        raise DependencyError(reason)
     try:
         family, _, _, _, address = socket.getaddrinfo(launch.host, launch.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

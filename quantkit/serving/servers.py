@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from quantkit.contracts.check_manifest import refuse_untrue
@@ -18,9 +19,11 @@ from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of
 from quantkit.records.recipe import ServeSpec, parse
+from quantkit.system.interpreter import inspect_interpreter
 from quantkit.system.processor import usable_cores
 
 USUAL_CONTEXT = 4096  # default limit of tokens
+USUAL_PARALLEL = 4  # requests answered at once by default, as llama-server does
 LONGEST_NAME = 200  # characters of the name in the API
 
 
@@ -28,9 +31,10 @@ LONGEST_NAME = 200  # characters of the name in the API
 class Server:
     """An engine's server; `loader` is the engine that loads the files, or one of a format's `servers`.
 
-    `command` and `variables` may contain {python}, {host}, {port}, {n_ctx}, {threads}, the API's model {name}, the
-    model's {folder}, its {parent} and {basename}, and its first weight {file}. The user's environment overrides
-    variables without a placeholder. `modules` must be installed; without any, quantkit only prints the command.
+    `command` and `variables` may contain {python}, {host}, {port}, {n_ctx}, {parallel}, {threads}, the API's model
+    {name}, the model's {folder}, its {parent} and {basename}, its first weight {file}, and {serving}, the folder of
+    this module. The user's environment overrides variables without a placeholder. `modules` must be installed, the
+    first in version `oldest` or later; without any, quantkit only prints the command.
     """
 
     name: str
@@ -41,14 +45,32 @@ class Server:
     modules: tuple[str, ...] = ()
     install: str = ""
     api_name: str | None = None  # if the server does not take {name}
+    oldest: str = "0"
 
     def refusal(self, model: Model) -> str | None:
         return refusal(self.loader, find_format(model.format), quantization_of(model.folder))
+
+    def shortfall(self, python: str) -> str | None:
+        """Return what a Python interpreter lacks to start this server, with the command that installs it, or None."""
+        missing, found = inspect_interpreter(python, self.modules)
+        if missing:
+            return f"{python} lacks {', '.join(missing)} for {self.summary}. {self.install}."
+        if found is not None and _numbers(found) < _numbers(self.oldest):
+            return f"{python} has {self.modules[0]} {found}; quantkit needs {self.oldest} or later. {self.install}."
+        return None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 SERVERS = {
     server.name: server
     for server in (
+        Server("xllamacpp", "llama.cpp's server in xllamacpp", "llamacpp", """
+            {python} -P {serving}/llama_server.py --model {file} --name {name} --host {host} --port {port}
+            --n-ctx {n_ctx} --parallel {parallel} --threads {threads}""",
+            modules=("xllamacpp",), install=pip_line("xllamacpp"), oldest="2026.10.11549"),
         # By default a second request interrupts the first one's answer, and logits are computed for all prompt tokens.
         Server("llamacpp", "llama-cpp-python's server", "llamacpp", """
             {python} -m llama_cpp.server --model {file} --model_alias {name} --host {host} --port {port} --n_ctx {n_ctx}
@@ -112,11 +134,13 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
         refuse_untrue(model.artifact)
     if model.source is not None and not model.source.own_files:
         raise UnsupportedError(f"no server can load {model.name}: {NOT_ITS_FILES}.")
-    server = choose_server(model, spec.engine)
+    python = spec.python or sys.executable
+    server = choose_server(model, spec.engine, python)
     longest = context_of(model.config)
     if spec.n_ctx is not None and spec.n_ctx > longest:
         raise RecipeError(f"n_ctx = {spec.n_ctx}: the context of {model.label} has at most {longest} tokens")
-    python = spec.python or sys.executable
+    if spec.parallel is not None and "{parallel}" not in server.command:
+        raise RecipeError(f"{server.summary} does not take --parallel; only xllamacpp does. Leave it out.")
     if server.api_name is not None and spec.name is not None:
         raise RecipeError(f"{server.summary} calls every model {server.api_name}. Leave --name out.")
     name = server.api_name or spec.name or re.sub(r"^-+", "", one_line(model.name, LONGEST_NAME)) or "model"
@@ -126,12 +150,14 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
         "host": spec.host,
         "port": spec.port,
         "n_ctx": spec.n_ctx or min(longest, USUAL_CONTEXT),
+        "parallel": spec.parallel or USUAL_PARALLEL,
         "threads": spec.threads or usable_cores(),
         "name": name,
         "folder": folder,
         "parent": folder.parent,
         "basename": folder.name,
         "file": model.weight_files[0].resolve(),
+        "serving": Path(__file__).parent,
     }
     command = f"{server.command} {find_format(model.format).servers.get(server.loader, '')}"
     variables = {
@@ -142,12 +168,15 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
     return ServerPlan(server, arguments, variables, python, spec.host, spec.port, name)
 
 
-def choose_server(model: Model, name: str | None) -> Server:
-    """Return the server called `name`, or the first that loads the model; raise RecipeError or UnsupportedError."""
+def choose_server(model: Model, name: str | None, python: str) -> Server:
+    """Return the server called `name`, or the first that loads the model, if possible one that `python` can start.
+
+    Raises RecipeError, UnsupportedError, or DependencyError if the interpreter `python` cannot be run.
+    """
     if name is None:
-        for server in SERVERS.values():
-            if server.modules and not server.refusal(model):
-                return server
+        able = [server for server in SERVERS.values() if server.modules and not server.refusal(model)]
+        if able:
+            return next((server for server in able if len(able) == 1 or not server.shortfall(python)), able[0])
         reasons = (f"{server.summary}: {server.refusal(model)}" for server in SERVERS.values() if server.modules)
         raise UnsupportedError(f"no server that quantkit starts can load {model.label}. {'. '.join(reasons)}.")
     if name not in SERVERS:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from faulty_server import answering, free_port
 from killed import started, until
 from tiny_models import succeeds
 
+from quantkit.conversion.convert import convert
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError
 from quantkit.records.recipe import LoadTestSpec
 from quantkit.serving import servers
@@ -25,6 +27,8 @@ from quantkit.serving.client import OK, Endpoint
 from quantkit.serving.launch import serving
 from quantkit.serving.load_test import run_load_test
 from quantkit.serving.servers import SERVERS, plan_server
+
+XLLAMACPP = str(Path(servers.__file__).with_name("llama_server.py"))
 
 
 def serve_by_a_stand_in(port):
@@ -66,10 +70,10 @@ def test_no_process_is_left(kind, code, gguf, tmp_path):
 
 
 @contextmanager
-def quantkit_serve(gguf):
+def quantkit_serve(gguf, *options):
     """`quantkit serve` with the real server in a process of its own, which has told its URL."""
     port = free_port()
-    words = ["serve", str(gguf.folder), "--port", str(port), "--threads", "1"]
+    words = ["serve", str(gguf.folder), "--port", str(port), "--threads", "1", *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "quantkit", *words],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
@@ -95,8 +99,10 @@ def run_client_of_the_docs(client, port):
     assert done.stdout  # what it printed, at least the end of the line
 
 
-def test_the_real_server_is_measured_and_ends_while_it_answers(gguf):
-    with quantkit_serve(gguf) as (process, port):
+@pytest.mark.parametrize(("engine", "runs"), [("llamacpp", "llama_cpp.server"), ("xllamacpp", XLLAMACPP)])
+def test_the_real_server_is_measured_and_ends_while_it_answers(engine, runs, gguf):
+    pytest.importorskip(SERVERS[engine].modules[0], reason=SERVERS[engine].install)
+    with quantkit_serve(gguf, "--engine", engine) as (process, port):
         answers = []
         for api, concurrency in (("completions", 1), ("completions", 3), ("chat", 3)):
             spec = LoadTestSpec(requests=6, concurrency=concurrency, max_tokens=8, duration=60)
@@ -109,13 +115,48 @@ def test_the_real_server_is_measured_and_ends_while_it_answers(gguf):
         assert answers[0] == answers[1] > 0
         run_client_of_the_docs("openai", port)
         family = psutil.Process(process.pid).children(recursive=True)
-        assert any("llama_cpp.server" in child.cmdline() for child in family)
+        assert any(runs in child.cmdline() for child in family)
         body = {"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True}
         with httpx2.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30) as response:
             next(response.iter_lines())
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 143
         assert alive(family) == []
+
+
+def test_requests_are_answered_at_once_each_with_its_own_context(shared_data, tmp_path):
+    pytest.importorskip("xllamacpp", reason=SERVERS["xllamacpp"].install)
+    made = convert(str(shared_data / "stories260k"), "gguf", "Q8_0", out=tmp_path / "stories")
+    with (
+        quantkit_serve(made, "--parallel", "3", "--n-ctx", "512", "--name", "tiny") as (process, port),
+        httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+        answers = pool.map(lambda _: client.post("/v1/completions", json=body), range(12))
+        until(lambda: [slot["is_processing"] for slot in client.get("/slots").json()] == [True] * 3)
+        # Answers longer than the context divided by three.
+        assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [400] * 12
+        assert client.post("/v1/completions", json=body | {"prompt": "Lily " * 512}).status_code == 400
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
+def test_the_server_of_a_gguf_file_is_the_first_that_the_interpreter_has(gguf, bare):
+    folder, python = str(gguf.folder), python_in(bare)
+    chosen = partial(plan_server, folder, python=python)
+    assert chosen().server.name == "xllamacpp"
+    put_empty(packages_of(bare), *SERVERS["llamacpp"].modules)
+    assert chosen().server.name == "llamacpp"
+    put_empty(packages_of(bare), "xllamacpp")
+    assert chosen().server.name == "xllamacpp"
+    metadata = packages_of(bare) / "xllamacpp-2026.9.11063.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: xllamacpp\nVersion: 2026.9.11063\n")
+    assert chosen().server.name == "llamacpp"
+    says = r"has xllamacpp 2026\.9\.11063; quantkit needs .* pip install 'quantkit-lm\[xllamacpp\]'"
+    with pytest.raises(DependencyError, match=says), serving(chosen("xllamacpp")):
+        pass
 
 
 @pytest.mark.slow
@@ -140,7 +181,7 @@ def test_an_address_that_is_taken_or_not_ours_is_refused(gguf):
 
 
 def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare):
-    launch = plan_server(str(gguf.folder), python=python_in(bare), port=free_port())
+    launch = plan_server(str(gguf.folder), "llamacpp", python=python_in(bare), port=free_port())
     says = r"lacks llama_cpp, .*pip install 'quantkit-lm\[serve\]'"
     with pytest.raises(DependencyError, match=says), serving(launch):
         pass
@@ -158,6 +199,9 @@ def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare)
     ({"threads": 0}, RecipeError, "threads = 0 cannot be used"),
     ({"name": "--trust-remote-code"}, RecipeError, "begins with a dash"),
     ({"python": "a\x1bb"}, RecipeError, "is unprintable"),
+    ({"parallel": 257}, RecipeError, "parallel = 257 cannot be used"),
+    ({"engine": "llamacpp", "parallel": 2}, RecipeError, "does not take --parallel"),
+    ({"engine": "xllamacpp", "n_ctx": 1 << 20}, RecipeError, "has at most"),
     ({"engine": "vlm"}, RecipeError, "Did you mean 'vllm'"),
     ({"engine": "vllm"}, UnsupportedError, "transformers' formats only"),
 ])  # fmt: skip
@@ -178,7 +222,7 @@ def test_what_vllm_and_exllama_do_not_load_is_refused(artifact_of):
 
 def test_each_command_is_shown(gguf, tiny):
     for engine in SERVERS.keys() - {"mlx"}:  # which takes neither a context nor a name
-        subject = gguf.folder if engine in ("llamacpp", "llama-server") else tiny
+        subject = gguf.folder if "llama" in engine else tiny
         words = ("--engine", engine, "--print", "--port", 8123, "--n-ctx", 64, "--name", "my model")
         done = succeeds("serve", subject, *words)
         for part in ("8123", "64", str(subject.resolve()) if engine != "tabbyapi" else subject.name):
