@@ -169,14 +169,16 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
 
 
 def choose_server(model: Model, name: str | None, python: str) -> Server:
-    """Return the server called `name`, or the first that loads the model, if possible one that `python` can start.
+    """Return the server called `name`, or the first that loads the model.
 
-    Raises RecipeError, UnsupportedError, or DependencyError if the interpreter `python` cannot be run.
+    Of two servers of one engine, the first that the interpreter `python` can start is returned. Raises RecipeError,
+    UnsupportedError, or DependencyError if the interpreter cannot be run.
     """
     if name is None:
         able = [server for server in SERVERS.values() if server.modules and not server.refusal(model)]
-        if able:
-            return next((server for server in able if len(able) == 1 or not server.shortfall(python)), able[0])
+        alike = [server for server in able if server.loader == able[0].loader]
+        if alike:
+            return next((server for server in alike if len(alike) > 1 and not server.shortfall(python)), alike[0])
         reasons = (f"{server.summary}: {server.refusal(model)}" for server in SERVERS.values() if server.modules)
         raise UnsupportedError(f"no server that quantkit starts can load {model.label}. {'. '.join(reasons)}.")
     if name not in SERVERS:

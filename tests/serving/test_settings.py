@@ -42,7 +42,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_artifact_that_its_manifest_denies_is_not_served(change, gguf, tmp_path):
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
-    assert plan_server(str(folder)).server.name == "llamacpp"
+    assert plan_server(str(folder)).server.loader == "llamacpp"
     CHANGES[change](folder)
     with pytest.raises(ArtifactError):
         plan_server(str(folder))
@@ -62,7 +62,7 @@ def test_the_context_is_the_model_s_and_at_most_4096_where_none_is_asked_for(lon
 
 
 def test_the_context_of_a_gguf_is_given_to_its_server(gguf):
-    for engine, option in (("llamacpp", "--n_ctx"), ("llama-server", "--ctx-size")):
+    for engine, option in (("xllamacpp", "--n-ctx"), ("llamacpp", "--n_ctx"), ("llama-server", "--ctx-size")):
         arguments = plan_server(str(gguf.folder), engine).arguments
         assert int(arguments[arguments.index(option) + 1]) == gguf.manifest.source.config["max_position_embeddings"]
 
