@@ -23,17 +23,17 @@ def main() -> None:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path = given.model
-    params.model_alias = {given.name}
-    params.hostnames = [given.host]
-    params.port = given.port
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
-    params.n_parallel = given.parallel
     try:
+        params.model.path = given.model
+        params.model_alias = {given.name}
+        params.hostnames = [given.host]
+        params.port = given.port
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
+        params.n_parallel = given.parallel
         params.n_ctx = given.parallel * given.n_ctx  # llama.cpp divides it among the requests
         server = xllamacpp.Server(params)  # answers as long as this object lives
-    except (RuntimeError, OverflowError) as error:
-        sys.exit(f"llama.cpp's server does not start: {error}")
+    except (AttributeError, OverflowError, RuntimeError, ValueError) as error:
+        sys.exit(f"llama.cpp's server in xllamacpp {xllamacpp.__version__} does not start: {error}")
     signal.pause()
     del server
 
