@@ -9,6 +9,7 @@ import argparse
 import signal
 import sys
 
+MOST_CACHE = 1024  # MiB for keys and values of earlier prompts; by default llama.cpp takes up to 8 GiB
 
 def main() -> None:
     """Serve a GGUF file until a signal ends the process."""
@@ -31,6 +32,7 @@ def main() -> None:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
         params.n_parallel = given.parallel
         params.n_ctx = given.parallel * given.n_ctx  # llama.cpp divides it among the requests
+        params.cache_ram_mib = MOST_CACHE
         server = xllamacpp.Server(params)  # answers as long as this object lives
     except (AttributeError, OverflowError, RuntimeError, ValueError) as error:
         sys.exit(f"llama.cpp's server in xllamacpp {xllamacpp.__version__} does not start: {error}")
