@@ -11,6 +11,7 @@ import sys
 
 MOST_CACHE = 1024  # MiB for keys and values of earlier prompts; by default llama.cpp takes up to 8 GiB
 
+
 def main() -> None:
     """Serve a GGUF file until a signal ends the process."""
     parser = argparse.ArgumentParser(description="Serve a GGUF file with the llama.cpp of xllamacpp.")
