@@ -276,8 +276,8 @@ class ServeSpec(Strict):
 
     engine: Words | None = Field(
         None,
-        description="the server: xllamacpp, llamacpp, mlx or vllm; with --print also llama-server, sglang, tgi, tabbyapi; "
-        "default: by format",
+        description="the server: xllamacpp, llamacpp, mlx or vllm; with --print also llama-server, sglang, tgi or "
+        "tabbyapi; default: by format",
     )
     host: Argument = Field("127.0.0.1", description="address to listen on; there is no password, so do not expose it")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
@@ -285,10 +285,7 @@ class ServeSpec(Strict):
         None, ge=1, le=MOST_TOKENS, description="context in tokens; default: the model's, up to 4096"
     )
     parallel: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="requests answered at once, each with its own context (xllamacpp only); default: 4",
+        None, ge=1, le=256, description="requests answered at once, with a context each (xllamacpp only); default: 4"
     )
     threads: int | None = Field(None, ge=1, le=4096, description="threads to compute with; default: all cores")
     python: Argument | None = Field(None, description="Python interpreter that has the engine")
