@@ -105,12 +105,13 @@ def _scales(headers: list[Header], slots: dict[str, Slot]) -> dict[str, Floats]:
 
     llama.cpp stores NVFP4's global scale as ``X.scale`` and multiplies the product of ``X.weight`` by it.
     """
+    given = {tensor.name: (header.path, tensor) for header in headers for tensor in header.tensors}
     found: dict[str, Floats] = {}
-    for path, given in ((header.path, given) for header in headers for given in header.tensors):
-        stem, _, kind = given.name.rpartition(".")
-        slot = slots.get(f"{stem}.weight")
-        if kind in ("scale", "input_scale") and given.name not in slots and slot and not slot.is_vector:
-            found[given.name] = _rows(path, _of_shape(path, given, slot.shape[:-2] or (1,)), 0, 1)[0]
+    for name in given.keys() - slots.keys():
+        weight = re.sub(r"\.(input_)?scale$", ".weight", name)
+        if weight != name and weight in given and weight in slots and not slots[weight].is_vector:
+            path, tensor = given[name]
+            found[name] = _rows(path, _of_shape(path, tensor, slots[weight].shape[:-2] or (1,)), 0, 1)[0]
     return found
 
 
@@ -121,7 +122,8 @@ def _rows(path: Path, tensor: Stored, start: int, stop: int, scale: Floats | Non
     with reraise_as(f"{path}: the tensor {tensor.name} cannot be read", ArtifactError, FIX):
         values = dequantize(tensor.type, stored.reshape(stop - start, row), tensor.shape[-1])
     if scale is not None:
-        values *= scale.repeat(tensor.rows // len(scale))[start:stop, None]
+        with np.errstate(over="ignore", invalid="ignore"):  # conversions refuse values that are not finite
+            values *= scale.repeat(tensor.rows // len(scale))[start:stop, None]
     return values
 
 
