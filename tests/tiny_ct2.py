@@ -74,7 +74,8 @@ def save_checkpoint(folder, config, special=None, tokens=VOCABULARY):
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
-            buffer.mul_(0.7 if name.endswith("layer_scalar") else 1)
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     model.save_pretrained(folder)
     return folder
 

@@ -120,10 +120,8 @@ def _proven_part(source: Source) -> Source | None:
         return None
     kinds = list(getattr(settings, "layer_types", None) or [])[:count]
     least = next((n for n in range(1, len(kinds)) if set(kinds[:n]) == set(kinds)), len(kinds) or 1)
-    blocks = max(least, (PROVEN_WEIGHTS - outside) // each, 1)
-    if settings.model_type in GEMMA4:  # whose last block has full attention
-        blocks = max(n for n in range(1, min(blocks, count) + 1) if kinds[n - 1] == kinds[-1])
-    short = _shortened(source, blocks)
+    most = 1 if settings.model_type in GEMMA4 else (PROVEN_WEIGHTS - outside) // each  # its last block must be full
+    short = _shortened(source, max(least, most, 1))
     return short if short.settings.num_hidden_layers < count else None
 
 

@@ -31,10 +31,7 @@ OPT_POSITION_OFFSET = 2
 
 @dataclass(frozen=True)
 class Family:
-    """Module names of an architecture family by CTranslate2 scope: `whole` outside the layers, `parts` in a layer.
-
-    The name is empty if the source has no such weight.
-    """
+    """Module names of an architecture family by CTranslate2 scope: `whole` outside the layers, `parts` in a layer."""
 
     layers: str
     whole: dict[str, str]
@@ -80,10 +77,9 @@ def _grouped_qkv(fused: np.ndarray, config: Any, _block: int) -> dict[str, np.nd
 
 def _gemma4_qkv(fused: np.ndarray, config: Any, block: int) -> dict[str, np.ndarray]:
     parts = _split_qkv("self_attn", grouped=True)(fused, config.per_layer_config[block], block)
-    if config.attention_k_eq_v and config.layer_types[block] == FULL:
-        del parts["self_attn.v_proj"]  # a copy of the keys
-    turned = {name: _gemma4_rows(rows, config, block) for name, rows in parts.items() if name != "self_attn.v_proj"}
-    return parts | turned
+    values = {"self_attn.v_proj": parts.pop("self_attn.v_proj")}
+    copied = config.attention_k_eq_v and config.layer_types[block] == FULL  # from the keys
+    return {name: _gemma4_rows(rows, config, block) for name, rows in parts.items()} | ({} if copied else values)
 
 
 def _gemma4_rows(rows: np.ndarray, config: Any, block: int) -> np.ndarray:
@@ -98,16 +94,12 @@ def _gemma4_rows(rows: np.ndarray, config: Any, block: int) -> np.ndarray:
 
 
 def readable(settings: Any) -> Any:
-    """Return a configuration as the converter reads it: Gemma 4's head sizes and key heads by kind of attention.
-
-    Raises ValueError if blocks of a kind differ, or a kind is missing.
-    """
+    """Return a configuration as the converter reads it; raise ValueError for a Gemma 4 with unlike blocks of a kind."""
     if settings.model_type not in GEMMA4:
         return settings
     plain, full = (settings.per_layer_config[kind] for kind in (SLIDING, FULL))
     plain.global_head_dim = full.head_dim
-    alike = full.num_key_value_heads == plain.num_key_value_heads
-    plain.num_global_key_value_heads = None if alike else full.num_key_value_heads
+    plain.num_global_key_value_heads = full.num_key_value_heads
     return plain
 
 
@@ -143,7 +135,7 @@ _GEMMA3_PARTS = {
     **{f"{norm}_layer_norm": f"{norm}_layernorm" for norm in _GEMMA3_NORMS},
 }
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-_GEMMA4_PARTS = _GEMMA3_PARTS | {"self_attention/v_norm": ""}  # all ones
+_GEMMA4_PARTS = _GEMMA3_PARTS | {"self_attention/v_norm": ""}  # ones, which the source has not
 _GPT_OUTER = _outer("transformer.wte", "transformer.ln_f", position_encodings="transformer.wpe")
 _GPT2 = Family(
     "transformer.h",
@@ -204,7 +196,7 @@ NO_LOADER = "CTranslate2's converter has no loader for it"
 RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
 UNPROVEN = "it was not measured whether CTranslate2 computes it exactly"
 REFUSED = {
-    "codegen": UNPROVEN,
+    **dict.fromkeys(("codegen", "gemma4", "gemma4_unified"), UNPROVEN),
     "gemma2": "CTranslate2 leaves out its soft-capping, so every answer would be a little wrong",
     "phi": RENAMED,
     "phi3": RENAMED,
@@ -215,7 +207,6 @@ EXACT_ROPE = ("default", "linear")
 GEMMA_ROPE_THETA = 10_000.0
 # Settings of Gemma 3 that the converter assumes: it does not find them in a configuration of transformers 5.
 GEMMA3_ROPE_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
-GEMMA4_ROPE = {FULL: "proportional", SLIDING: "default"}
 # Settings of Gemma 4 that CTranslate2 assumes. It has no per-layer embeddings, shared keys or experts.
 GEMMA4_FIXED = {
     "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False, "attention_bias": False,
@@ -307,7 +298,7 @@ def _gemma4_refusal(settings: Any) -> str | None:
     for name, fixed in GEMMA4_FIXED.items():
         if (value := getattr(settings, name, None) or fixed) != fixed:
             return f"CTranslate2 computes Gemma 4 with {name} {fixed}, but config.json has {value}"
-    for kind, known in GEMMA4_ROPE.items():
+    for kind, known in ((FULL, "proportional"), (SLIDING, "default")):
         rope = settings.rope_parameters.get(kind) or {}
         if rope.get("rope_type") != known or rope.get("factor", 1.0) != 1.0:
             return f"CTranslate2 computes Gemma 4 with plain {known} rope for {kind}, but config.json has {shown(rope)}"
@@ -377,10 +368,10 @@ class SourceTensors:
         if self._config.model_type == "opt" and scope == "decoder/position_encodings":
             # The converter drops the rows before position 0, which no unpadded text uses.
             values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
-        if variable.endswith(SCALAR):
-            return {f"{family.layers}.{scope.rpartition('_')[2]}.{leaf}": values.reshape(1)}
         block, what = -1 if layer is None else int(layer[1]), f"{self._model.path}: the variable {variable}"
-        with reraise_as(f"{what} does not fit the source's number of heads", ArtifactError, AGAIN):
+        with reraise_as(f"{what} does not fit the source's numbers of blocks and heads", ArtifactError, AGAIN):
+            if variable.endswith(SCALAR):
+                return {f"{family.layers}.{scope.rpartition('_')[2]}.{leaf}": values.reshape(1)}
             if part == "self_attention/linear_0" and leaf in LEAVES:
                 modules = family.unfuse(values, self._config, block)
             elif part not in names or leaf not in LEAVES:
