@@ -40,6 +40,30 @@ def finished(writer, path):
     return path
 
 
+def kind_of(value):
+    kinds = gguf.GGUFValueType
+    if isinstance(value, int) and not isinstance(value, bool):
+        return kinds.UINT32 if 0 <= value < 1 << 32 else kinds.INT64  # which llama.cpp does not load
+    return {bool: kinds.BOOL, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}[type(value)]
+
+
+def changed(file, out, tensors=None, **keys):
+    """A copy of a file with other `tensors` (name, data, type) or keys, `__` for a dot; None leaves a key out."""
+    changes = {name.replace("__", "."): value for name, value in keys.items()}
+    reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(out, "llama")
+    writer.kv_data[0].clear()
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in changes:
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for name, value in changes.items():
+        if value is not None:
+            writer.add_key_value(name, value, kind_of(value))
+    for name, data, kind in tensors or ((tensor.name, tensor.data, tensor.tensor_type) for tensor in reader.tensors):
+        writer.add_tensor(name, data, raw_dtype=kind)
+    return finished(writer, out)
+
+
 def tensors_of(path):
     """All tensors of a file, float32, as our reader gives them."""
     return {name: torch.from_numpy(rows.whole()) for name, rows in read_file(path)}
@@ -106,7 +130,8 @@ def quantized_by_llama_cpp(path, out, bits, importance=None, **types):
     """`types` are llama-quantize's own of the embedding and the output head."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = int(gguf.LlamaFileType["ALL_F32" if bits == "F32" else f"MOSTLY_{bits}"])
+    lacking = {"F32": 0, "Q2_0": 41}  # of gguf 0.19, under these names
+    params.ftype = lacking[bits] if bits in lacking else int(gguf.LlamaFileType[f"MOSTLY_{bits}"])
     params.nthread = 2
     for name, kind in types.items():
         setattr(params, name, int(gguf.GGMLQuantizationType[kind]))

@@ -22,7 +22,7 @@ pytest.importorskip("bitsandbytes", reason="a column of the table asks bitsandby
 PAGE = Path(__file__).parents[1] / "docs" / "methods" / "gguf-architectures.md"
 ALL = (*ARCHITECTURES.values(), *map(tiny_of, MORE))
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-LONGER_WINDOWS = ("gemma3_text",)  # exact, but for sliding windows as short as those of all published models
+SHORT_TEXTS = ("gemma3_text", *support.GEMMA4)  # sliding windows of published models are shorter than their contexts
 SHORT = {support.NO_LOADER: "no loader", support.RENAMED: "renamed settings", support.UNPROVEN: "unproven"}
 
 
@@ -48,8 +48,8 @@ def cells(kind):
     gguf = "yes" if kind in KNOWN else f"no: {LACKING[kind]}"
     reason = support.reason_of(kind)
     ctranslate2 = "yes" if kind in FAMILIES else f"no: {SHORT.get(reason, 'soft caps')}"
-    if kind in LONGER_WINDOWS:
-        ctranslate2 = "no published one"
+    if kind in SHORT_TEXTS:
+        ctranslate2 = "short texts"
     return kind, "yes" if kind in PROVEN else "untested", nf4, gguf, ctranslate2
 
 

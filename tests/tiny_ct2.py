@@ -22,6 +22,10 @@ FALCON = {"alibi": False, "bias": False}
 OLD_FALCON, NEW_FALCON = ({**FALCON, "new_decoder_architecture": new} for new in (False, True))
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6, "sliding_window": 512}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512, "final_logit_softcapping": 5.0,
+}  # fmt: skip
 # name of a case: (configuration class, settings besides SIZES)
 EXACT = {
     "llama": ("LlamaConfig", {}),
@@ -33,6 +37,8 @@ EXACT = {
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
     "gemma3": ("Gemma3TextConfig", GEMMA3),
+    "gemma4": ("Gemma4TextConfig", {**GEMMA4, "hidden_size_per_layer_input": 0}),
+    "gemma4 unified": ("Gemma4UnifiedTextConfig", {**GEMMA4, "attention_k_eq_v": False}),
     "gpt2": ("GPT2Config", GPT_SIZES),
     "gpt_bigcode": ("GPTBigCodeConfig", GPT_SIZES),
     "gptj": ("GPTJConfig", {**GPT_SIZES, "rotary_dim": 8}),
@@ -67,6 +73,9 @@ def save_checkpoint(folder, config, special=None, tokens=VOCABULARY):
                 parameter.mul_(4)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     model.save_pretrained(folder)
     return folder
 

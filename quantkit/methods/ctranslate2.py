@@ -20,7 +20,7 @@ from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shape
 from quantkit.contracts.run import Checked, Run
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats.ctranslate2.architectures import SourceTensors, refusal, refusal_of_config
+from quantkit.formats.ctranslate2.architectures import GEMMA4, SourceTensors, refusal, refusal_of_config
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.models.config import ADD_ROWS
 from quantkit.models.source import OverriddenSource
@@ -120,7 +120,8 @@ def _proven_part(source: Source) -> Source | None:
         return None
     kinds = list(getattr(settings, "layer_types", None) or [])[:count]
     least = next((n for n in range(1, len(kinds)) if set(kinds[:n]) == set(kinds)), len(kinds) or 1)
-    short = _shortened(source, max(least, (PROVEN_WEIGHTS - outside) // each, 1))
+    most = 1 if settings.model_type in GEMMA4 else (PROVEN_WEIGHTS - outside) // each  # its last block must be full
+    short = _shortened(source, max(least, most, 1))
     return short if short.settings.num_hidden_layers < count else None
 
 
@@ -131,6 +132,8 @@ def _shortened(source: Source, blocks: int) -> Source:
     config: dict[str, Any] = {name: blocks for name in names if name in source.config}
     if isinstance(kinds := source.config.get("layer_types"), list):
         config["layer_types"] = kinds[:blocks]
+    if isinstance(own := source.config.get("per_layer_config"), dict):
+        config["per_layer_config"] = {block: values for block, values in own.items() if int(block) < blocks}
     return OverriddenSource(source, config=config)
 
 

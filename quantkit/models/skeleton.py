@@ -23,7 +23,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.models.architectures import running
 from quantkit.models.config import context_of, open_config, padding_fix
 from quantkit.models.source import Source, refuse_other_values
-from quantkit.models.unfuse import READ_OUTSIDE, Origin, cut, hold_linears, left_alone, renamed, too_small
+from quantkit.models.unfuse import READ_OUTSIDE, Origin, cut, hold_linears, left_alone, renamed, take_buffers, too_small
 from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
 from quantkit.system.untrusted import reraise_as, shown
@@ -84,8 +84,8 @@ class Skeleton:
 def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = None) -> Skeleton:
     """Build the model of `config` without weights; raise UnsupportedError if it is not a causal decoder.
 
-    `native` keeps transformers' modules unchanged. `settings` is the transformers configuration, if it
-    already exists.
+    `native` keeps transformers' modules, but stored buffers of blocks become parameters. `settings` is the
+    transformers configuration, if it already exists.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -118,6 +118,7 @@ def open_skeleton(config: dict[str, Any], native: bool = False, settings: Any = 
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             if native:
+                take_buffers(module)
                 return Skeleton(model, name)
             with running(settings, f"{type(model).__name__}, whose blocks are rebuilt"):
                 origins = hold_linears(model, name, model_type)

@@ -88,7 +88,7 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
             linear.bias = module.bias
             model.set_submodule(path, linear)
             origins[f"{path}.weight"] = Origin(f"{path}.weight", (k, n), transposed=True)
-        _take_buffers(module)
+    take_buffers(blocks)
     row = published_names(kind)
     names = row.experts
     for index, block in enumerate(blocks):
@@ -126,14 +126,16 @@ def renamed(kind: str, path: str) -> str:
     return new + path.removeprefix(old) if old and path.startswith(f"{old}.") else path
 
 
-def _take_buffers(module: Any) -> None:
-    """Turn a module's stored buffers into parameters, as some are learned, such as router biases."""
-    stored = [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
-    module.stored_buffers = tuple(name for name in stored if getattr(module, name).is_floating_point())
-    for name in module.stored_buffers:
-        value = torch.empty_like(getattr(module, name), device="meta")
-        delattr(module, name)
-        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+def take_buffers(blocks: Any) -> None:
+    """Turn the stored buffers of all modules into parameters, as some are learned, such as router biases."""
+    for module in blocks.modules():
+        own, left_out = dict(module.named_buffers(recurse=False)), module._non_persistent_buffers_set
+        stored = [name for name, value in own.items() if name not in left_out and value.is_floating_point()]
+        module.stored_buffers = tuple(stored)
+        for name in stored:
+            delattr(module, name)
+            value = torch.empty_like(own[name], device="meta")
+            module.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 
 def _is_stack(module: Any, names: ExpertNames) -> bool:

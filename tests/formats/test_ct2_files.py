@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from tiny_ct2 import EXACT, config_of, save_checkpoint, text, variable
 from tiny_ct2 import convert as convert_ct2
 from tiny_models import changed_copy
+from transformers import AutoModelForCausalLM
 from trials import prepared
 
 from quantkit.errors import ArtifactError, QuantkitError, UnsupportedError
 from quantkit.formats.ctranslate2 import converter
-from quantkit.formats.ctranslate2.architectures import SourceTensors
+from quantkit.formats.ctranslate2.architectures import SourceTensors, readable
 from quantkit.formats.ctranslate2.converter import write_model
 from quantkit.formats.ctranslate2.model_file import REVISION, SPEC, VERSION, open_ct2_model, refuse_settings
 from quantkit.formats.source import open_source
@@ -31,8 +32,10 @@ def foreign(checkpoint, kind, out, dtype=torch.float32):
     """What CTranslate2's own converter writes, which holds the whole model."""
 
     class Stored(TransformersConverter):
-        def load_model(self, model_class, path, **settings):
-            return super().load_model(model_class, path, **{**settings, "dtype": dtype})
+        def load_model(self, _class, path, **settings):
+            model = super().load_model(AutoModelForCausalLM, path, **{**settings, "dtype": dtype})
+            model.config = readable(model.config)
+            return model
 
     return Path(Stored(str(checkpoint)).convert(str(out), quantization=kind))
 
@@ -52,7 +55,7 @@ def refuse_difference(one, other):
     assert mended == {key: "" if value is None and key.endswith("_token") else value for key, value in plain.items()}
 
 
-QUICK = ("llama bias", "mistral", "gemma3", "gpt2", "gptj", "opt projected", "bloom", "falcon grouped")
+QUICK = ("llama bias", "mistral", "gemma3", "gemma4", "gpt2", "gptj", "opt projected", "bloom", "falcon grouped")
 QUICK += ("int8", "int8_bfloat16", "int16", "bfloat16")
 
 
@@ -101,10 +104,10 @@ def test_a_variable_beyond_the_formats_sizes_is_refused(llama, tmp_path, monkeyp
     ours(llama, "int8", tmp_path / "small")
 
 
-@pytest.mark.parametrize(("case", "blocks"), [("gpt2", 1), ("gemma3", 6)])
+@pytest.mark.parametrize(("case", "blocks"), [("gpt2", 1), ("gemma3", 6), ("gemma4", 6)])
 def test_a_large_model_is_proven_on_its_first_blocks(case, blocks, tmp_path, monkeypatch):
     name, settings = EXACT[case]
-    more = {"n_layer": 7} if "n_layer" in settings else {"num_hidden_layers": 7}
+    more = {"n_layer": 7} if "n_layer" in settings else {"num_hidden_layers": 7, "layer_types": None}
     source = open_source(str(save_checkpoint(tmp_path / "source", config_of(name, **settings | more))))
     assert _proven_part(source) is None
     monkeypatch.setattr("quantkit.methods.ctranslate2.PROVEN_WEIGHTS", 1000)

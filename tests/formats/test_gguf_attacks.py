@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import finished, job_for, save_model, tensors_of, written
+from gguf_files import changed, finished, job_for, save_model, tensors_of, written
 from tiny_models import quantkit
 
 from quantkit.conversion.convert import import_gguf
@@ -18,7 +18,6 @@ from quantkit.formats.gguf.imatrix import read_imatrix
 from quantkit.formats.gguf.reader import read_file
 
 gguf = pytest.importorskip("gguf")
-KINDS = gguf.GGUFValueType
 UP = "blk.1.ffn_up.weight"
 
 
@@ -28,29 +27,6 @@ def file(tmp_path_factory):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 2}
     made = written(job_for(save_model(folder / "model", **sizes), "Q8_0", folder / "out"))
     return Path(shutil.copyfile(made, folder / "tiny.gguf"))
-
-
-def kind_of(value):
-    if isinstance(value, int) and not isinstance(value, bool):
-        return KINDS.UINT32 if 0 <= value < 1 << 32 else KINDS.INT64  # which llama.cpp does not load
-    return {bool: KINDS.BOOL, float: KINDS.FLOAT32, str: KINDS.STRING, list: KINDS.ARRAY}[type(value)]
-
-
-def changed(file, out, **keys):
-    """A copy of a file with other values of keys, `__` for a dot; None leaves one out."""
-    changes = {name.replace("__", "."): value for name, value in keys.items()}
-    reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(out, "llama")
-    writer.kv_data[0].clear()
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in changes:
-            inner = field.types[-1] if field.types[0] == KINDS.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], inner)
-    for name, value in changes.items():
-        if value is not None:
-            writer.add_key_value(name, value, kind_of(value))
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    return finished(writer, out)
 
 
 def text(value):
@@ -115,7 +91,8 @@ DAMAGED = {
     "overlap": (header(TWO.replace(struct.pack("<Q", 128), struct.pack("<Q", 64)), counts=(2, 0)), "b is at 64"),
     "huge": (header(tensor(b"a", (1 << 62, 1 << 62, 1 << 62, 1 << 62)), counts=(1, 0)), "ends inside the tensor a"),
     "empty": (header(tensor(b"a", (32, 0)), counts=(1, 0)), r"has the shape \(0, 32\)"),
-    "retired type": (header(tensor(b"a", (32,), kind=4), counts=(1, 0)), "4 is not a valid"),
+    "retired type": (header(tensor(b"a", (32,), kind=4), counts=(1, 0)), "a has the tensor type 4, which"),
+    "unknown type": (header(tensor(b"a", (32,), kind=43), counts=(1, 0)), "a has the tensor type 43, which quantkit"),
     "torn row": (header(tensor(b"a", (31,), kind=8), counts=(1, 0)), "rows of 31, which Q8_0 cannot hold"),
     "unprintable": (header(tensor(b"\x1b[2J", (32,)), counts=(1, 0)), "unprintable"),
     "no UTF-8": (header(tensor(b"\xff", (32,)), counts=(1, 0)), "utf-8"),

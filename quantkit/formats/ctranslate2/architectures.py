@@ -17,13 +17,15 @@ import numpy as np
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import AGAIN, Ct2Model
-from quantkit.system.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as, shown
 
-# (rows of the fused weight, transformers configuration) -> {module name: rows of the source}
-Unfuse = Callable[[np.ndarray, Any], dict[str, np.ndarray]]
+# (rows of the fused weight, transformers configuration, block) -> {module name: rows of the source}
+Unfuse = Callable[[np.ndarray, Any, int], dict[str, np.ndarray]]
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 LEAVES = {"weight": "weight", "gamma": "weight", "beta": "bias", "bias": "bias", "encodings": "weight"}
 LAYER = re.compile(r"decoder/layer_(\d+)/(.+)")
+SCALAR = "/layer_scalar"  # of Gemma 4's blocks
 OPT_POSITION_OFFSET = 2
 
 
@@ -44,7 +46,7 @@ def _parts_of(fused: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:
 
 
 def _split_qkv(prefix: str, grouped: bool) -> Unfuse:
-    def unfuse(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    def unfuse(fused: np.ndarray, config: Any, _block: int) -> dict[str, np.ndarray]:
         heads = config.num_attention_heads
         parts = _parts_of(fused, heads, config.num_key_value_heads if grouped else heads)
         return {f"{prefix}.{name}_proj": rows for name, rows in zip("qkv", parts, strict=True)}
@@ -52,8 +54,8 @@ def _split_qkv(prefix: str, grouped: bool) -> Unfuse:
     return unfuse
 
 
-def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    parts = _split_qkv("attn", grouped=False)(fused, config)
+def _gptj_qkv(fused: np.ndarray, config: Any, block: int) -> dict[str, np.ndarray]:
+    parts = _split_qkv("attn", grouped=False)(fused, config, block)
     heads, rotary = config.num_attention_heads, config.rotary_dim
     for name in ("attn.q_proj", "attn.k_proj"):
         rows = parts[name].reshape(heads, -1, fused.shape[1]).copy()
@@ -64,13 +66,41 @@ def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     return parts
 
 
-def _grouped_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+def _grouped_qkv(fused: np.ndarray, config: Any, _block: int) -> dict[str, np.ndarray]:
     """Split Bloom's or Falcon's fused QKV weight, in which each key head's queries, key and value are adjacent."""
     kv_heads = heads = config.num_attention_heads
     if config.model_type == "falcon":
         kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
     groups = [part.reshape(kv_heads, -1, *fused.shape[1:]) for part in _parts_of(fused, heads, kv_heads)]
     return {"self_attention.query_key_value": np.concatenate(groups, axis=1).reshape(fused.shape)}
+
+
+def _gemma4_qkv(fused: np.ndarray, config: Any, block: int) -> dict[str, np.ndarray]:
+    parts = _split_qkv("self_attn", grouped=True)(fused, config.per_layer_config[block], block)
+    values = {"self_attn.v_proj": parts.pop("self_attn.v_proj")}
+    copied = config.attention_k_eq_v and config.layer_types[block] == FULL  # from the keys
+    return {name: _gemma4_rows(rows, config, block) for name, rows in parts.items()} | ({} if copied else values)
+
+
+def _gemma4_rows(rows: np.ndarray, config: Any, block: int) -> np.ndarray:
+    """Restore the source's order of rows in heads with full attention: CTranslate2 has the rotated ones first."""
+    if config.layer_types[block] != FULL:
+        return rows
+    size = config.per_layer_config[block].head_dim
+    rotated = int(size * config.rope_parameters[FULL].get("partial_rotary_factor", 1.0)) // 2
+    (first, behind), (second, last) = (np.split(half, [rotated]) for half in np.split(np.arange(size), 2))
+    order = np.argsort(np.concatenate([first, second, behind, last]))
+    return rows.reshape(-1, size, *rows.shape[1:])[:, order].reshape(rows.shape)
+
+
+def readable(settings: Any) -> Any:
+    """Return a configuration as the converter reads it; raise ValueError for a Gemma 4 with unlike blocks of a kind."""
+    if settings.model_type not in GEMMA4:
+        return settings
+    plain, full = (settings.per_layer_config[kind] for kind in (SLIDING, FULL))
+    plain.global_head_dim = full.head_dim
+    plain.num_global_key_value_heads = full.num_key_value_heads
+    return plain
 
 
 def _outer(embeddings: str, norm: str, **others: str) -> dict[str, str]:
@@ -104,12 +134,14 @@ _GEMMA3_PARTS = {
     **{scope: name for scope, name in _LLAMA.parts.items() if not scope.endswith("/layer_norm")},
     **{f"{norm}_layer_norm": f"{norm}_layernorm" for norm in _GEMMA3_NORMS},
 }
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+_GEMMA4_PARTS = _GEMMA3_PARTS | {"self_attention/v_norm": ""}  # ones, which the source has not
 _GPT_OUTER = _outer("transformer.wte", "transformer.ln_f", position_encodings="transformer.wpe")
 _GPT2 = Family(
     "transformer.h",
     _GPT_OUTER,
     _inner("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
-    lambda fused, _config: {"attn.c_attn": fused},
+    lambda fused, _config, _block: {"attn.c_attn": fused},
     conv1d=True,
 )
 _GPTJ_PARTS = {
@@ -150,6 +182,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
     "gemma": _LLAMA,
     "gemma3_text": replace(_LLAMA, parts=_GEMMA3_PARTS),
+    **dict.fromkeys(GEMMA4, replace(_LLAMA, parts=_GEMMA4_PARTS, unfuse=_gemma4_qkv)),
     "gpt2": _GPT2,
     "gpt_bigcode": replace(_GPT2, conv1d=False),
     "gptj": Family("transformer.h", _GPT_OUTER, _GPTJ_PARTS, _gptj_qkv),
@@ -163,21 +196,25 @@ NO_LOADER = "CTranslate2's converter has no loader for it"
 RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
 UNPROVEN = "it was not measured whether CTranslate2 computes it exactly"
 REFUSED = {
-    **dict.fromkeys(("codegen", "gemma4", "gemma4_unified", "gemma4_unified_text"), UNPROVEN),
+    **dict.fromkeys(("codegen", "gemma4", "gemma4_unified"), UNPROVEN),
     "gemma2": "CTranslate2 leaves out its soft-capping, so every answer would be a little wrong",
     "phi": RENAMED,
     "phi3": RENAMED,
     "gpt_neox": RENAMED,
-    "gemma4_text": RENAMED,  # head size and number of key heads, which are per block now
 }
 
 EXACT_ROPE = ("default", "linear")
 GEMMA_ROPE_THETA = 10_000.0
 # Settings of Gemma 3 that the converter assumes: it does not find them in a configuration of transformers 5.
-GEMMA3_ROPE_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+GEMMA3_ROPE_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+# Settings of Gemma 4 that CTranslate2 assumes. It has no per-layer embeddings, shared keys or experts.
+GEMMA4_FIXED = {
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False, "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+}  # fmt: skip
 HEAD_DIM_NOT_EXPORTED = ("llama", "qwen2")
 SILU_ONLY = ("llama", "mistral", "qwen2", "qwen3")
-# A window shorter than the text is an error in CTranslate2; windows below this would break ordinary use.
+# A window shorter than the text is an error in CTranslate2, or ignored; windows below this would break ordinary use.
 SHORTEST_WINDOW = 2048
 
 
@@ -205,6 +242,8 @@ def refusal(settings: Any) -> str | None:
         return reason_of(kind)
     if kind == "gemma3_text":
         return _gemma3_refusal(settings)
+    if kind in GEMMA4:
+        return _gemma4_refusal(settings)
     rope = getattr(settings, "rope_parameters", None) or {}
     if (rope_type := rope.get("rope_type", "default")) not in EXACT_ROPE:
         why = "not exported in full, so answers would be silently wrong" if rope_type == "llama3" else "not proven"
@@ -240,7 +279,9 @@ def _window_refusal(settings: Any) -> str | None:
 
 def _short_window(window: int, longest: int) -> str | None:
     short = 0 < window < min(SHORTEST_WINDOW, longest)
-    return f"CTranslate2 fails on texts longer than its sliding window of {window} tokens" if short else None
+    advice = f"for shorter texts, set max_position_embeddings to {window} in config.json"
+    wrong = f"CTranslate2 fails or errs on texts longer than its sliding window of {window} tokens; {advice}"
+    return wrong if short else None
 
 
 def _gemma3_refusal(settings: Any) -> str | None:
@@ -250,6 +291,21 @@ def _gemma3_refusal(settings: Any) -> str | None:
             return f"CTranslate2 exports no rope settings of Gemma 3 but rope_theta {theta:g} for {layer_type}"
     if settings.query_pre_attn_scalar != settings.head_dim:
         return f"CTranslate2 ignores query_pre_attn_scalar {settings.query_pre_attn_scalar}"
+    return _window_refusal(settings)
+
+
+def _gemma4_refusal(settings: Any) -> str | None:
+    for name, fixed in GEMMA4_FIXED.items():
+        if (value := getattr(settings, name, None) or fixed) != fixed:
+            return f"CTranslate2 computes Gemma 4 with {name} {fixed}, but config.json has {value}"
+    for kind, known in ((FULL, "proportional"), (SLIDING, "default")):
+        rope = settings.rope_parameters.get(kind) or {}
+        if rope.get("rope_type") != known or rope.get("factor", 1.0) != 1.0:
+            return f"CTranslate2 computes Gemma 4 with plain {known} rope for {kind}, but config.json has {shown(rope)}"
+    try:
+        readable(settings)
+    except ValueError:
+        return "CTranslate2's converter needs blocks of full and of sliding attention, and alike blocks of each kind"
     return _window_refusal(settings)
 
 
@@ -272,12 +328,13 @@ class SourceTensors:
         self._opened: tuple[str, dict[str, np.ndarray]] = ("", {})
         for variable in sorted([*model.variables, *model.aliases]):
             shape = model.shape(variable)
-            if not variable.startswith("decoder/") or not shape or variable.endswith("_scale"):
+            scalar = not shape and not variable.endswith(SCALAR)
+            if not variable.startswith("decoder/") or scalar or variable.endswith("_scale"):
                 continue  # settings (numbers of heads, rotary base, ...) and scales of codes
             if variable == "decoder/projection/weight" and config.tie_word_embeddings:
                 continue
             # The tensors in a variable do not depend on its columns, so one column is enough to find them.
-            one_column = np.zeros((shape[0], *(1 for _ in shape[1:])), np.float32)
+            one_column = np.zeros((*shape[:1], *(1 for _ in shape[1:])), np.float32)
             for name, part in self._tensors_in(variable, one_column).items():
                 if name in self._variables:
                     other = self._variables[name]
@@ -311,14 +368,18 @@ class SourceTensors:
         if self._config.model_type == "opt" and scope == "decoder/position_encodings":
             # The converter drops the rows before position 0, which no unpadded text uses.
             values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
-        if part in names and leaf in LEAVES:
-            modules = {names[part]: values}
-        elif part == "self_attention/linear_0" and leaf in LEAVES:
-            what = f"{self._model.path}: the variable {variable} does not fit the source's number of heads"
-            with reraise_as(what, ArtifactError, AGAIN):
-                modules = family.unfuse(values, self._config)
-        else:
-            raise ArtifactError(f"{self._model.path}: the variable {variable} has no place in the architecture")
+        block, what = -1 if layer is None else int(layer[1]), f"{self._model.path}: the variable {variable}"
+        with reraise_as(f"{what} does not fit the source's numbers of blocks and heads", ArtifactError, AGAIN):
+            if variable.endswith(SCALAR):
+                return {f"{family.layers}.{scope.rpartition('_')[2]}.{leaf}": values.reshape(1)}
+            if part == "self_attention/linear_0" and leaf in LEAVES:
+                modules = family.unfuse(values, self._config, block)
+            elif part not in names or leaf not in LEAVES:
+                raise ArtifactError(f"{what} has no place in the architecture")
+            elif names is _GEMMA4_PARTS and part.endswith(("/q_norm", "/k_norm")):
+                modules = {names[part]: _gemma4_rows(values, self._config, block)}
+            else:
+                modules = {names[part]: values} if names[part] else {}
         turned = family.conv1d and layer is not None
         return {
             f"{prefix}{module}.{LEAVES[leaf]}": np.ascontiguousarray(rows.T if turned else rows)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import UnsupportedError, reason_of
+from quantkit.formats.ctranslate2.architectures import readable
 from quantkit.formats.ctranslate2.model_file import TYPES, VERSION
 from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import open_skeleton, set_parameter, source_name
@@ -88,6 +89,7 @@ class _Model:
         self._source = source
         self._skeleton = open_skeleton(source.config, native=True, settings=copy.deepcopy(source.settings))
         self._model, self._path = self._skeleton.model, self._skeleton.blocks_path
+        self._model.config = readable(self._model.config)
         self._blocks = list(self._skeleton.blocks)
         self.block_values = sum(value.numel() for block in self._blocks for value in block.parameters())
         self._kinds = getattr(self._model.config, "layer_types", None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.errors import ArtifactError
-from quantkit.formats.gguf.ggml.library import block_type
+from quantkit.formats.gguf.ggml.library import block_type, type_numbers
 from quantkit.system.sizes import bits_per_weight
 from quantkit.system.untrusted import reraise_as, shown
 
@@ -179,15 +179,16 @@ class _Parser:
         return Header(self._path, values, tuple(stored), kinds)
 
     def _info(self) -> tuple[str, str, tuple[int, ...], int]:
-        from gguf import GGMLQuantizationType
-
         name = self._name()
         (dimensions,) = self._unpack("<I")
         if not 0 < dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
         shape = self._unpack(f"<{dimensions}Q")[::-1]
         number, offset = self._unpack("<IQ")
-        return name, GGMLQuantizationType(number).name, shape, offset
+        kind = next((kind for kind, known in type_numbers().items() if known == number), None)
+        if kind is None:
+            raise ValueError(f"{name} has the tensor type {number}, which quantkit does not know")
+        return name, kind, shape, offset
 
     def _bytes_of(self, name: str, kind: str, shape: tuple[int, ...]) -> int:
         if 0 in shape:

@@ -47,15 +47,17 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     if not rows:
         raise ArtifactError(f"{path} has the architecture {name!r}, which quantkit cannot read")
     row, shape, slots = _fitting_row(headers, rows)
+    scales = _scales(headers, slots)
     found: dict[str, Rows] = {}
     split: dict[str, list[tuple[Slot, partial[Floats]]]] = {}
     for path, given in ((header.path, given) for header in headers for given in header.tensors):
-        if given.name.startswith(ROPE):
+        if given.name.startswith(ROPE) or given.name in scales:
             continue
         if given.name not in slots:
             raise ArtifactError(f"{path} holds the tensor {given.name}, which {name} does not have")
         slot = slots[given.name]
-        read = partial(_rows, path, _of_shape(path, given, slot.shape))
+        scale = scales.get(f"{given.name.removesuffix('weight')}scale")
+        read = partial(_rows, path, _of_shape(path, given, slot.shape), scale=scale)
         if is_taken(slot.parts[0], row, shape.own_blocks):  # nothing reads it
             continue
         with reraise_as(f"{path}: the rows of {slot.name} cannot be reordered", ArtifactError, FIX):
@@ -98,12 +100,31 @@ def rope_divisors(path: Path) -> dict[str, Floats]:
     }
 
 
-def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
+def _scales(headers: list[Header], slots: dict[str, Slot]) -> dict[str, Floats]:
+    """Return the scales of matrices, one per matrix, and of their inputs (unused), by tensor name.
+
+    llama.cpp stores NVFP4's global scale as ``X.scale`` and multiplies the product of ``X.weight`` by it.
+    """
+    given = {tensor.name: (header.path, tensor) for header in headers for tensor in header.tensors}
+    found: dict[str, Floats] = {}
+    for name in given.keys() - slots.keys():
+        weight = re.sub(r"\.(input_)?scale$", ".weight", name)
+        if weight != name and weight in given and weight in slots and not slots[weight].is_vector:
+            path, tensor = given[name]
+            found[name] = _rows(path, _of_shape(path, tensor, slots[weight].shape[:-2] or (1,)), 0, 1)[0]
+    return found
+
+
+def _rows(path: Path, tensor: Stored, start: int, stop: int, scale: Floats | None = None) -> Floats:
     """Read and dequantize rows of a tensor; mmap is avoided, since its pages would count as process memory."""
     row = tensor.nbytes // tensor.rows
     stored = np.fromfile(path, np.uint8, (stop - start) * row, offset=tensor.start + start * row)
     with reraise_as(f"{path}: the tensor {tensor.name} cannot be read", ArtifactError, FIX):
-        return dequantize(tensor.type, stored.reshape(stop - start, row), tensor.shape[-1])
+        values = dequantize(tensor.type, stored.reshape(stop - start, row), tensor.shape[-1])
+    if scale is not None:
+        with np.errstate(over="ignore", invalid="ignore"):  # conversions refuse values that are not finite
+            values *= scale.repeat(tensor.rows // len(scale))[start:stop, None]
+    return values
 
 
 def headers_of(path: Path) -> list[Header]:

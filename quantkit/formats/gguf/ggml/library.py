@@ -94,15 +94,23 @@ def _library() -> Any:
 
 
 @cache
+def type_numbers() -> dict[str, int]:
+    """Return the numbers of ggml's tensor types by name."""
+    from gguf import GGMLQuantizationType
+
+    return {"Q2_0": 42, **GGMLQuantizationType.__members__}  # gguf 0.19 lacks Q2_0
+
+
+@cache
 def block_type(name: str) -> BlockType:
     """Look up a ggml type by name, such as ``Q4_K`` or ``F16``; raise ValueError for an unknown name."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf import GGML_QUANT_SIZES
 
-    if name not in GGMLQuantizationType.__members__:
+    if name not in type_numbers():
         raise ValueError(f"ggml has no tensor type {name!r}")
-    number = int(GGMLQuantizationType[name])
+    number = int(type_numbers()[name])
     traits = _library().ggml_get_type_traits(number).contents
-    if (int(traits.block), int(traits.block_bytes)) != GGML_QUANT_SIZES[GGMLQuantizationType[name]]:
+    if (int(traits.block), int(traits.block_bytes)) != {42: (64, 18), **GGML_QUANT_SIZES}[number]:
         raise DependencyError(f"libggml-python and gguf disagree on {name}. Reinstall quantkit's required versions.")
     return BlockType(name, number, int(traits.block), int(traits.block_bytes), traits.to_float or None)
 
