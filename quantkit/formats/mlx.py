@@ -7,7 +7,6 @@ to float16, with a relative error of at most 2^-11. config.json has the settings
 
 The modes of small floats have no biases, and uint8 scales [N, G]. mxfp4 is written and read; nvfp4, whose scales lack
 the global factor that other formats have, and mxfp8 are only read.
-Not supported: experts, whose stacking in mlx-lm depends on the model.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,9 @@ from quantkit.formats._quantization_config import (
     recognizes,
     source_quantization,
 )
+from quantkit.models.config import older_keys
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
-from quantkit.models.unfuse import expert_of
 from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import shown
@@ -56,6 +56,13 @@ GROUP_SIZES = (32, 64, 128)
 AFFINE, MXFP4 = "affine", "mxfp4"
 SMALL_FLOATS = {MXFP4: (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # by mode: bits, columns that share a scale
 NO_EXPONENT = 255  # E8M0's NaN
+# Architectures for which mlx-lm 0.32.2 computes transformers' logits from a quantized folder, tried with tiny models.
+ARCHITECTURES = (
+    "cohere", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gptj", "granite",
+    "helium", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2",
+    "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+IGNORES_WINDOW = ("gemma2", "mistral")
 HEAD_KEY = "quantized_head"  # in our `quantization_config`: the name of the head, or of the embedding it is tied to
 
 
@@ -257,8 +264,11 @@ def _modes(quantization: Mapping[str, Any]) -> list[str]:
 
 
 def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
-    if expert := next((name for name in skeleton.linears() if expert_of(name)), None):
-        raise UnsupportedError(f"the format mlx holds no experts, such as {expert}: mlx-lm stacks them in its own ways")
+    if source.architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"mlx-lm does not load quantized models of the architecture {source.architecture!r} that quantkit writes, "
+            f"or computes them wrongly. It takes {', '.join(ARCHITECTURES)}."
+        )
     if layout.values == MXFP4:
         return _check_mxfp4(source, skeleton, layout)
     if layout.group_size not in ("auto", *GROUP_SIZES):
@@ -267,7 +277,9 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout
     checked = grouped.check(PACKING, source, skeleton, layout)
     if checked.plan.group_size not in GROUP_SIZES:
         raise UnsupportedError(f"no group of {GROUP_SIZES} columns divides all layers of {source.model}, as MLX needs")
-    return checked
+    window = source.config.get("sliding_window") if source.architecture in IGNORES_WINDOW else None
+    note = f"mlx-lm ignores the sliding window of {window} tokens, so it computes longer texts differently"
+    return replace(checked, notes=(*checked.notes, note)) if window else checked
 
 
 def _check_mxfp4(source: Source, skeleton: Skeleton, layout: Layout) -> Checked[Layout]:
@@ -296,6 +308,7 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iter
     if layout.head_bits is not None:
         settings[head_name(skeleton)] = {"group_size": layout.group_size, "bits": layout.head_bits, "mode": AFFINE}
         settings[HEAD_KEY] = head_name(skeleton)
+    config |= older_keys(config)
     config["quantization"] = {key: value for key, value in settings.items() if key not in (METHOD_KEY, HEAD_KEY)}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from edits import edit_json, edit_tensors, put
 from engine_logits import IDS, far_apart, logits_by
+from gguf_files import slow_but
 from tiny_models import CALIBRATION, fails
 
 from quantkit import convert, verify
@@ -15,11 +16,13 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Layout
 from quantkit.contracts.stored import open_stored
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
-from quantkit.formats.mlx import FORMAT, PACKING, SMALL_FLOATS, FloatPacking, biases_of
+from quantkit.formats.mlx import ARCHITECTURES, FORMAT, PACKING, SMALL_FLOATS, FloatPacking, biases_of
 from quantkit.formats.source import open_source
+from quantkit.models.config import older_keys
 from quantkit.numerics.quantized_weight import GroupedWeight, contiguous_groups
 
 BITS = (2, 3, 4, 6, 8)
+SEEN = ("llama, tied", *(name.replace("gemma3_text", "gemma3") for name in ARCHITECTURES))
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -170,9 +173,21 @@ def test_groups_that_mlx_lacks_are_refused(options, says, tiny, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_are_refused(architecture, tmp_path):
-    with pytest.raises(UnsupportedError, match="the format mlx holds no experts"):
-        convert(str(architecture("mixtral")), "rtn", 4, tmp_path / "out", format="mlx")
+@pytest.mark.parametrize("name", slow_but(("gemma3", "mixtral"), SEEN))
+def test_mlx_lm_computes_every_architecture_as_we_do(name, architecture, mx, tmp_path):
+    """mlx-lm reads RoPE's settings by transformers 4's names, and has its own default where one is missing."""
+    made = convert(str(architecture(name)), "rtn", 4, tmp_path / "out", format="mlx", group_size=32)
+    assert not older_keys(json.loads((made.folder / "config.json").read_text()))
+    ids = IDS[:8]  # within every sliding window
+    ours, theirs = (logits_by(engine, str(made.folder), [ids], 128, dtype="float32") for engine in ("reference", "mlx"))
+    assert far_apart(theirs, ours) < 3e-4  # starcoder2 and gemma: another approximation of GELU
+
+
+def test_architectures_that_mlx_lm_computes_otherwise_are_refused(architecture, tmp_path):
+    with pytest.raises(UnsupportedError, match="does not load quantized models of the architecture 'qwen3_moe'"):
+        convert(str(architecture("qwen3_moe")), "rtn", 4, tmp_path / "out", format="mlx")
+    made = convert(str(architecture("mistral")), "rtn", 4, tmp_path / "window", format="mlx", group_size=32)
+    assert "mlx-lm ignores the sliding window" in " ".join(made.manifest.all_notes)
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,7 @@ def test_options_reach_the_file_and_a_search_pays(granularity, block, artifact_o
 @pytest.mark.parametrize("bits", ["3", "nvfp4"])
 def test_a_search_of_rtn_pays_in_every_layer(bits, artifact_of, one_block):
     plain, searched = (
-        read_back(artifact_of("rtn", bits, model=one_block, format=CT, scale_search=search))
-        for search in (False, True)
+        read_back(artifact_of("rtn", bits, model=one_block, format=CT, scale_search=search)) for search in (False, True)
     )
     source = plain_model(one_block, torch.float32).state_dict()
     for name in LINEARS[:7]:
