@@ -75,7 +75,7 @@ def test_servers_are_called_alike_by_their_engines():
 
 def test_a_checkpoint_is_served_only_if_its_config_json_has_the_names_that_mlx_lm_reads(tiny, tmp_path):
     folder = shutil.copytree(tiny, tmp_path / "copy")
-    with pytest.raises(UnsupportedError, match="mlx-lm reads rope_theta, .* Convert it with --format mlx"):
+    with pytest.raises(UnsupportedError, match=r"mlx-lm reads rope_theta, .* Convert it with --format mlx"):
         plan_server(str(folder), "mlx")
     edit_json(folder / "config.json", put("rope_theta", value=10_000.0))
     assert plan_server(str(folder), "mlx").server.name == "mlx"
