@@ -345,4 +345,5 @@ FORMAT = Format(
     usage="\nOn Apple silicon, with `pip install mlx-lm`:\n\n"
     "```bash\nmlx_lm.generate --model FOLDER --prompt Hello\n```\n",
     library="mlx",
+    defaults={"sym": False},  # a bias is stored in any case
 )

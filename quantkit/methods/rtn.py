@@ -26,7 +26,9 @@ from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 class Options(GroupedOptions):
     """Options of RTN."""
 
-    sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
+    sym: bool = Field(
+        True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format; default in mlx: false"
+    )
     scale_search: bool = Field(False, description="search scales for the least squared error; false: min/max")
 
 

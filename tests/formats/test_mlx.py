@@ -36,7 +36,8 @@ def made(tiny, tmp_path_factory):
     """Artifacts by method, with groups of 64."""
     folder = tmp_path_factory.mktemp("mlx")
     how = {"group_size": 64, "format": "mlx", "calibration": CALIBRATION}
-    return {name: convert(str(tiny), name, 4, folder / name, **how) for name in ("gptq", "awq")}
+    made = {name: convert(str(tiny), name, 4, folder / name, **how) for name in ("gptq", "awq")}
+    return made | {"symmetric": convert(str(tiny), "rtn", 4, folder / "rtn", group_size=64, sym=True, format="mlx")}
 
 
 def weight_of(bits):
@@ -79,7 +80,11 @@ def test_zero_points_come_back_from_rounded_biases(bits):
         assert torch.equal(PACKING.unpack_zeros(parts, bits, 0, 0), zeros)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_codes_have_zero_points_by_default_as_a_bias_is_stored_in_any_case(made):
+    assert [made[name].manifest.options["sym"] for name in ("gptq", "awq", "symmetric")] == [False, False, True]
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "symmetric"])
 def test_mlx_lm_loads_an_artifact_and_gives_our_readers_logits(name, made, mx):
     verify(made[name])
     folder = str(made[name].folder)
@@ -90,7 +95,7 @@ def test_mlx_lm_loads_an_artifact_and_gives_our_readers_logits(name, made, mx):
 
 
 def test_keep_gives_the_same_bytes_there_and_back(made, tmp_path):
-    first = made["gptq"].folder
+    first = made["symmetric"].folder
     there = convert(str(first), "keep", None, tmp_path / "gptq", format="gptq")
     back = convert(str(there.folder), "keep", None, tmp_path / "mlx", format="mlx")
     assert (back.folder / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
@@ -100,7 +105,7 @@ def test_keep_gives_the_same_bytes_there_and_back(made, tmp_path):
 
 def test_rounded_biases_are_noted_and_read_as_mlx_reads_them(made):
     assert "values change by up to 0.8 % of a step" in " ".join(made["awq"].manifest.all_notes)
-    assert not any("biases" in note for note in made["gptq"].manifest.all_notes)
+    assert not any("biases" in note for note in made["symmetric"].manifest.all_notes)
     reader = open_stored(made["awq"], FORMAT)
     kinds = {type(reader.read(name)) for name in reader.names() if "proj" in name}
     assert torch.Tensor in kinds  # codes and zero points would give other values
