@@ -121,7 +121,7 @@ def _refuse_config(artifact: Artifact, kind: Format) -> None:
     if kind.library != "transformers" and "model_type" not in stored:
         return  # config.json has the engine's own settings
     one, other = _model_settings(stored), _model_settings(artifact.manifest.source.config)
-    names = one.keys() | other.keys()
+    names = other.keys() if kind.library != "transformers" else one.keys() | other.keys()  # others add defaults
     if is_multimodal(stored):
         # Other keys of the text half belong to the whole model, or follow from the tensors.
         one = _model_settings(stated_of(stored))

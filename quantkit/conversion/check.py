@@ -60,7 +60,7 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: Reso
     method, resources = find_method(recipe.method), resources or ResourceSpec()
     bits = method.parse_bits(recipe.bits)
     kind = find_format_for(method, recipe.format, bits)
-    options = method.parse_options(recipe.options)
+    options = _options(method, kind, bits, recipe)
     source = source or open_source(recipe.model, recipe.revision, recipe.adapters)
     if recipe.bits is None and (own := method.bits_of(source)) in method.bits:
         bits, kind = own, find_format_for(method, recipe.format, own)
@@ -77,6 +77,13 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: Reso
         device = CPU  # the other methods compute there only
     offload = _offload_bytes(device) if resources.offload_gb is None else int(resources.offload_gb * 1e9)
     return Job(kind.prepared(source), recipe, method, kind, options, device, offload, resources.max_memory)
+
+
+def _options(method: Method, kind: Format, bits: str, recipe: ConvertRecipe) -> Any:
+    """Return the recipe's options; those that it leaves out are the format's defaults, then the method's."""
+    preferred = kind.defaults if method.kind_of(bits)[0] is Content.GROUPED_CODES else {}
+    own = {name: value for name, value in preferred.items() if name in method.Options.model_fields}
+    return method.parse_options({**own, **recipe.options})
 
 
 def _offload_bytes(device: str) -> int:

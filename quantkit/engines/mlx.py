@@ -13,8 +13,10 @@ import numpy as np
 from quantkit.contracts.engine import Engine, LoadedModel, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package, pip_line
+from quantkit.formats.mlx import ARCHITECTURES
+from quantkit.models.config import older_keys
 from quantkit.system.device import AUTO, CPU
-from quantkit.system.untrusted import reraise_as
+from quantkit.system.untrusted import reraise_as, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,9 +31,8 @@ ROWS = 32  # positions whose logits become float32 at a time
 class MlxModel:
     """A model loaded by mlx-lm; see `LoadedModel`."""
 
-    def __init__(self, model: Any, dtype: str) -> None:
-        self._model, self.dtype = model, dtype
-        self.notes: tuple[str, ...] = ()
+    def __init__(self, model: Any, dtype: str, notes: tuple[str, ...]) -> None:
+        self._model, self.dtype, self.notes = model, dtype, notes
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
         """Yield the logits (n, V) of the scored positions in order, at most `ROWS` positions at a time."""
@@ -78,18 +79,20 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
     except ImportError as error:
         raise missing_package("mlx-lm", "mlx", error) from None
     with reraise_as(f"mlx-lm cannot open {model.folder}", EngineError):
-        loaded, _ = load_model(model.folder)
+        loaded, _ = load_model(model.folder, model_config=older_keys(model.config))
     dtype = spec.dtype or "float16"
-    kind = getattr(mx, dtype)
-    loaded.update(tree_map(lambda v: v.astype(kind) if mx.issubdtype(v.dtype, mx.floating) else v, loaded.parameters()))
-    return MlxModel(loaded, dtype)
+    cast = getattr(mx, dtype)
+    loaded.update(tree_map(lambda v: v.astype(cast) if mx.issubdtype(v.dtype, mx.floating) else v, loaded.parameters()))
+    kind = model.config.get("model_type")
+    unseen = () if kind in ARCHITECTURES else (f"mlx-lm was not compared with transformers on {shown(kind)}",)
+    return MlxModel(loaded, dtype, unseen)
 
 
 ENGINE = Engine(
     name="mlx",
     module="mlx_lm",
     install=f"Install it with: {pip_line('mlx')}",
-    opens="mlx-lm loads checkpoints in the formats mlx and float only",
+    opens="mlx-lm loads the formats mlx and float; --method keep --format mlx converts grouped codes",
     load=_load,
     holds=lambda stats, _dtype: stats.weight_bytes,
     find_device=_find_device,

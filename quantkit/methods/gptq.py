@@ -44,7 +44,9 @@ JOINED_ELEMENTS = 1 << 22  # elements of layers with the same inputs, quantized 
 class Options(Learned, GroupedOptions):
     """Options of GPTQ."""
 
-    sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
+    sym: bool = Field(
+        True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format; default in mlx: false"
+    )
     desc_act: bool = Field(False, description="form groups along the activation order (g_idx); vLLM refuses it")
     static_groups: bool = Field(
         True, description="fix all scales first; columns go by importance, groups stay contiguous"

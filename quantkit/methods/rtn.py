@@ -26,12 +26,17 @@ from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
 class Options(GroupedOptions):
     """Options of RTN."""
 
-    sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
+    sym: bool = Field(
+        True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format; default in mlx: false"
+    )
+    scale_search: bool = Field(False, description="search scales for the least squared error; false: min/max")
 
 
-def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool) -> GroupedWeight:
+def round_layer(
+    weight: torch.Tensor, bits: int, group_size: int, symmetric: bool, search: bool = False
+) -> GroupedWeight:
     """Round a layer's weight, float32 (N, K), to nearest."""
-    return round_to_nearest(weight, group_size, bits, symmetric=symmetric, least_zero=1)
+    return round_to_nearest(weight, group_size, bits, symmetric=symmetric, search=search, least_zero=1)
 
 
 def _layout(job: Job[Options]) -> Layout:
@@ -46,7 +51,7 @@ def _check(job: Job[Options]) -> Checked[Layout]:
 
 
 def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
-    layout = job.checked.plan
+    layout, search = job.checked.plan, job.options.scale_search
 
     def of_block(names: list[str]) -> Callable[[str], GroupedWeight | ScaledWeight]:
         float4 = grid_of(job, names) if job.bits in FLOAT4 else None
@@ -54,8 +59,8 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
         def rounded(name: str) -> GroupedWeight | ScaledWeight:
             weight = load(job.source, job.skeleton, name).to(torch.float32)
             if float4 is not None:
-                return float4.round(weight)
-            return round_layer(weight, layout.bits_of(name), int(layout.group_size), layout.symmetric)
+                return float4.round(weight, search=search)
+            return round_layer(weight, layout.bits_of(name), int(layout.group_size), layout.symmetric, search)
 
         return rounded
 

@@ -176,6 +176,33 @@ def open_config(config: dict[str, Any]) -> Any:
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
+def older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json leaves out: transformers' defaults, and the names that transformers 4 used.
+
+    Other readers know only those names, and replace a missing value by a default of their own without a word.
+    """
+    settings = open_config(dict(config))
+    every = {**{key: value for key, value in settings.to_dict().items() if value is not None}, **config}
+    for other, name in settings.attribute_map.items():
+        if name in every:
+            every.setdefault(other, every[name])
+    if {"hidden_size", "num_attention_heads"} <= every.keys():
+        every.setdefault("head_dim", every["hidden_size"] // every["num_attention_heads"])
+    if "full_attention" in (types := every.get("layer_types") or []):
+        every.setdefault("sliding_window_pattern", types.index("full_attention") + 1)
+    rope = every.get("rope_parameters") or {}
+    if "full_attention" in rope:
+        every.setdefault("rope_local_base_freq", rope.get("sliding_attention", {}).get("rope_theta"))
+        rope = rope["full_attention"]
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            every.setdefault(key, rope[key])
+    if rope:
+        every.setdefault("rope_scaling", None if rope.get("rope_type", "default") == "default" else rope)
+    unlike = ("_name_or_path", "transformers_version")  # of transformers, not of the model
+    return {key: value for key, value in every.items() if key not in (*config, *unlike)}
+
+
 def padding_fix(config: Mapping[str, Any]) -> str:
     """Return a fix for a padding token id outside the embedding, which torch refuses; empty if there is none."""
     pad, rows = _stated(config, ("pad_token_id",)), vocabulary_of(config)

@@ -17,7 +17,7 @@ from quantkit.contracts.registry import engines, find_format, formats
 from quantkit.errors import RecipeError, UnsupportedError, near_miss, one_line, pip_line
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model
-from quantkit.models.config import context_of
+from quantkit.models.config import context_of, older_keys
 from quantkit.records.recipe import ServeSpec, parse
 from quantkit.system.interpreter import inspect_interpreter
 from quantkit.system.processor import usable_cores
@@ -48,6 +48,8 @@ class Server:
     oldest: str = "0"
 
     def refusal(self, model: Model) -> str | None:
+        if self.loader == "mlx" and model.format != "mlx" and "rope_theta" in older_keys(model.config):
+            return "mlx-lm reads rope_theta, which its config.json has under a newer name. Convert it with --format mlx"
         return refusal(self.loader, find_format(model.format), quantization_of(model.folder))
 
     def shortfall(self, python: str) -> str | None:
@@ -184,7 +186,7 @@ def choose_server(model: Model, name: str | None, python: str) -> Server:
     if name not in SERVERS:
         raise RecipeError(f"unknown server {name!r}.{near_miss(name, SERVERS)} Known: {', '.join(SERVERS)}.")
     if reason := SERVERS[name].refusal(model):
-        raise UnsupportedError(f"{SERVERS[name].summary} cannot serve {model.label}: {reason}")
+        raise UnsupportedError(f"{SERVERS[name].summary} cannot serve {model.name} ({model.label}): {reason}.")
     return SERVERS[name]
 
 

@@ -1,8 +1,11 @@
 """MLX as an engine: its logits and tokens against transformers', and its server."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from edits import edit_json, put
 from engine_logits import TWO_TEXTS, engine_logits, far_apart, logits_of_transformers
 from tiny_models import EVALUATION
 
@@ -10,7 +13,7 @@ from quantkit import evaluate
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import engines, server_of
 from quantkit.engines.mlx import ENGINE
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.serving.servers import SERVERS, plan_server
 
@@ -68,3 +71,11 @@ def test_servers_are_called_alike_by_their_engines():
     named = {name: engine.server for name, engine in engines().items() if engine.server}
     assert named == {server.loader: server.summary for server in SERVERS.values() if server.modules}
     assert (server_of("float"), server_of("mlx"), server_of("fp8")) == ("vLLM's server", "mlx-lm's server", None)
+
+
+def test_a_checkpoint_is_served_only_if_its_config_json_has_the_names_that_mlx_lm_reads(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    with pytest.raises(UnsupportedError, match=r"mlx-lm reads rope_theta, .* Convert it with --format mlx"):
+        plan_server(str(folder), "mlx")
+    edit_json(folder / "config.json", put("rope_theta", value=10_000.0))
+    assert plan_server(str(folder), "mlx").server.name == "mlx"

@@ -67,3 +67,14 @@ def test_options_reach_the_file_and_a_search_pays(granularity, block, artifact_o
         errors.append(artifact.manifest.weight_error)
     assert errors[0].mean < 0.99 * errors[1].mean
     assert errors[1].mean < 0.03
+
+
+@pytest.mark.parametrize("bits", ["3", "nvfp4"])
+def test_a_search_of_rtn_pays_in_every_layer(bits, artifact_of, one_block):
+    plain, searched = (
+        read_back(artifact_of("rtn", bits, model=one_block, format=CT, scale_search=search)) for search in (False, True)
+    )
+    source = plain_model(one_block, torch.float32).state_dict()
+    for name in LINEARS[:7]:
+        errors = [(layers[name].dense() - source[name]).square().sum() for layers in (searched, plain)]
+        assert errors[0] < 0.97 * errors[1]

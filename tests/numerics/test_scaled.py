@@ -66,6 +66,14 @@ def test_searched_scales_are_never_worse_and_mostly_better():
         assert float(errors[1].sum()) <= gain * float(errors[0].sum())
 
 
+def test_a_block_of_nvfp4_ends_at_six_or_at_four():
+    """Four over six (arXiv:2512.02010): of the two ranges, the search takes the one with the smaller error."""
+    ends = {4: [4.0, 3.0, 2.0, 1.0] * 4, 6: [6.0, 4.0, 3.0, 1.0] * 4}
+    weight = torch.tensor([ends[4] + ends[6]]) / 8
+    scales = Float4("nvfp4", 8.0).fit(weight, search=True)
+    assert scales.tolist() == [[1 / 8, 1 / 8]]
+
+
 def test_blocks_and_rows_have_scales_of_their_own():
     weight = normal(200, 300)
     rows, blocks = (round_float8(weight, blocks=blocks, search=False) for blocks in (False, True))
