@@ -219,15 +219,7 @@ class Job(Generic[Options]):
         """Return the format's check of a layout; raises UnsupportedError or RecipeError."""
         if self.format.check is None:
             raise UnsupportedError(f"the format {self.format.name} cannot be written tensor by tensor")
-        if getattr(self.options, "kv_scales", False):
-            from quantkit.contracts.registry import formats
-
-            if self.format.kv_scales is None:
-                raise RecipeError(
-                    f"the format {self.format.name} holds no scales of a key-value cache: leave kv_scales out, or give "
-                    f"another --format: {', '.join(name for name, kind in formats().items() if kind.kv_scales)}"
-                )
-            layout = replace(layout, kv_scales=True)
+        layout = replace(layout, kv_scales=getattr(self.options, "kv_scales", False))
         return self.format.check(self.source, self.skeleton, layout)
 
     def open_writer(self, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:

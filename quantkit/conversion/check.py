@@ -21,7 +21,7 @@ from quantkit.checkpoints.side_files import GENERATION, VOCABULARIES
 from quantkit.contracts.format import Content, Format
 from quantkit.contracts.method import CheckedJob, Job, Method
 from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_format, find_format_for, find_method, methods
+from quantkit.contracts.registry import find_format, find_format_for, find_method, formats, methods
 from quantkit.contracts.stored import kv_scales_of
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import place_of, refuse_existing, refuse_overlap, refuse_small_disk
@@ -68,6 +68,11 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: Reso
     if recipe.bits is None and (own := method.bits_of(source)) in method.bits:
         bits, kind = own, find_format_for(method, recipe.format, own)
     recipe = recipe.model_copy(update={"bits": bits})
+    if getattr(options, "kv_scales", False) and kind.kv_scales is None:
+        raise RecipeError(
+            f"the format {kind.name} holds no scales of a key-value cache: leave kv_scales out, or give --format "
+            + " or ".join(name for name, each in formats().items() if each.kv_scales is not None)
+        )
     if reason := method.refuse_config(source.config):
         raise UnsupportedError(
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "

@@ -59,7 +59,7 @@ class BitsByLayer(Strict):
     )
 
 
-class GroupedOptions(BitsByLayer, WithKvScales):
+class GroupedOptions(WithKvScales, BitsByLayer):
     """Options shared by all methods with grouped codes."""
 
     group_size: int | Literal["auto"] = Field(

@@ -25,7 +25,7 @@ def refuse_own_attention(model: PreTrainedModel) -> None:
 
     config = model.config.get_text_config()
     if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedError(f"{config.model_type} caches latent vectors (MLA), not keys and values")
+        raise UnsupportedError(f"{config.model_type} caches latent vectors (MLA), which quantkit does not round to FP8")
     if model.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise UnsupportedError(f"the attention of {config.model_type} is its own, so its cache cannot be rounded")
 
