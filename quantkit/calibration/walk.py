@@ -144,6 +144,11 @@ def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, t
     """Return the dense parameters of block `index` that an interrupted run has written, by name, or None."""
     if index >= writer.finished:
         return None
+    return written_block(writer, prefix)
+
+
+def written_block(writer: TensorWriter, prefix: str) -> dict[str, torch.Tensor]:
+    """Return the dense parameters that were written of the block with this name prefix, by name."""
     values = writer.block(prefix)
     return {name: value if isinstance(value, torch.Tensor) else value.dense() for name, value in values.items()}
 

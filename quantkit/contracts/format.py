@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight | ScaledWeight"  # what methods make
 Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # values that formats return
+KvScales: TypeAlias = Mapping[int, tuple[float, float]]  # of an FP8 cache: of keys and values, by layer
 
 
 class Content(Enum):
@@ -63,7 +64,7 @@ class Layout:
     quantized output head. `layer_bits`: bits by weight name if layers differ; `bits` is then the most common value.
     `choices`: candidate bits, before layers are assigned. The format fills in `least_zero`, the smallest zero point
     that it can store; `dense`, weights of linear layers that stay unquantized; and `skipped`, modules that the file
-    must name as unquantized.
+    must name as unquantized. `kv_scales`: the file also holds scales of an FP8 key-value cache.
     """
 
     bits: int = 16
@@ -80,6 +81,7 @@ class Layout:
     choices: tuple[int, ...] = ()
     dense: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    kv_scales: bool = False
 
     def bits_of(self, name: str) -> int:
         """Return the bits of the layer whose weight is called `name`."""
@@ -143,6 +145,11 @@ class TensorWriter:
         """Replace the scales (N, G) of the weight `name`; a killed process leaves the old ones."""
         raise TypeError(f"the scales of {name} cannot be replaced in this format")
 
+    def add_kv_scales(self, attention: str, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the cache's scales, each (), of the module `attention`, if the layout has any: after all blocks."""
+        for part, scale in (("k_scale", key), ("v_scale", value)):
+            self.checkpoint.add(f"{attention}.{part}", scale.reshape(1).bfloat16())
+
     def finish_block(self, index: int) -> None:
         """Record decoder block `index` as finished, with the findings so far, so that work can resume."""
         self.checkpoint.finish_block(index, self.run.findings.to_values())
@@ -168,8 +175,9 @@ class Loading:
 
     `since`: oldest version tested; `package`: an additional module that must be importable. `weights` in memory are
     ``dense``, ``packed`` as in the file (only for `packed_bits`, if given), or ``both``. `values`: the engine can
-    compute a source from values in memory, not only from files in its folder. refuse(artifact, dtype, device) raises
-    EngineError for an artifact that the engine would compute wrongly.
+    compute a source from values in memory, not only from files in its folder. `rounds_cache`: it rounds keys and values
+    if the files ask for that. refuse(artifact, dtype, device) raises EngineError for an artifact that the engine would
+    compute wrongly.
     """
 
     since: str = ""
@@ -177,6 +185,7 @@ class Loading:
     weights: Literal["dense", "packed", "both"] = "dense"
     packed_bits: tuple[str, ...] | None = None
     values: bool = False
+    rounds_cache: bool = False
     refuse: Callable[[Artifact, str | None, str], None] = lambda _artifact, _dtype, _device: None
 
     def stays_packed(self, bits: str | None) -> bool:
@@ -195,14 +204,16 @@ class Format:
     if known. check(source, skeleton, layout) refuses models that the format cannot store, before long work.
     writer(source, skeleton, run, layout) returns a writer that takes tensors in any order; None if the order in the
     file is fixed or the engine writes it. open_quantized(path, weight_files, config) reads other tools' files as a
-    source; None if unsupported. `kinds`: all variants of its content. refusals(quantization) returns, by engine, why it
-    cannot load a folder with this `quantization_config` (empty: none). recorded_options(artifact) returns the recipe's
-    `bits` and options that the files record, each with all values that agree with the files. refuse_tensors(config,
-    shapes) raises ArtifactError if a model with this config.json has other tensors; None: compare with transformers'
-    model, which needs torch. prepared(source) returns the source as the format's engines compute it, with settings that
-    they ignore folded into weights. `usage`: Markdown for the model card on loading FOLDER; {file} becomes the first
-    weight file's name, {transformers} the code that loads a folder with transformers. `library`: the hub's name of the
-    loading library. `defaults`: of methods' options, where grouped codes lose less in this format at no cost.
+    source; None if unsupported. kv_scales(path, weight_files) returns the scales of an FP8 key-value cache (empty: 1),
+    or None if the files ask for none, and raises ArtifactError for another cache; None: the format holds none. `kinds`:
+    all variants of its content. refusals(quantization) returns, by engine, why it cannot load a folder with this
+    `quantization_config` (empty: none). recorded_options(artifact) returns the recipe's `bits` and options that the
+    files record, each with all values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError if
+    a model with this config.json has other tensors; None: compare with transformers' model, which needs torch.
+    prepared(source) returns the source as the format's engines compute it, with settings that they ignore folded into
+    weights. `usage`: Markdown for the model card on loading FOLDER; {file} becomes the first weight file's name,
+    {transformers} the code that loads a folder with transformers. `library`: the hub's name of the loading library. `defaults`:
+    of methods' options, where grouped codes lose less in this format at no cost.
     """
 
     name: str
@@ -216,6 +227,7 @@ class Format:
     writer: Callable[[Source, Skeleton, Run, Layout], AbstractContextManager[TensorWriter]] | None = None
     open_quantized: Callable[[Path, tuple[str, ...], dict[str, object]], QuantizedReader] | None = None
     weight_files: tuple[str, ...] = ("*.safetensors",)
+    kv_scales: Callable[[Path, tuple[str, ...]], KvScales | None] | None = None
     kinds: tuple[Kind, ...] = (Kind("any"),)
     refusals: Callable[[Mapping[str, object]], Mapping[str, str]] = lambda _quantization: {}
     servers: Mapping[str, str] = field(default_factory=dict)
@@ -279,6 +291,9 @@ class _Following(TensorWriter):
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
         """Do nothing: the leader replaces the scales."""
+
+    def add_kv_scales(self, attention: str, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Do nothing: the leader writes them."""
 
     def finish_block(self, index: int) -> None:
         """Do nothing: the leader records the block."""

@@ -219,6 +219,7 @@ class Job(Generic[Options]):
         """Return the format's check of a layout; raises UnsupportedError or RecipeError."""
         if self.format.check is None:
             raise UnsupportedError(f"the format {self.format.name} cannot be written tensor by tensor")
+        layout = replace(layout, kv_scales=getattr(self.options, "kv_scales", False))
         return self.format.check(self.source, self.skeleton, layout)
 
     def open_writer(self, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:

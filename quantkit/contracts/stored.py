@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Format, Layout, Stored, TensorReader
+from quantkit.contracts.format import Format, KvScales, Layout, Stored, TensorReader
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_format
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.models.text_half import TextPrefixes, is_multimodal, prefixes_of
 from quantkit.records.artifact import Artifact
@@ -35,6 +37,12 @@ def open_stored(artifact: Artifact, kind: Format) -> TensorReader:
     except UnsupportedError as error:
         raise ArtifactError(f"{folder} cannot be read: {error}") from None
     return NamedReader(reader, prefixes, outside, Counter(map(stored.dtype, outside)))
+
+
+def kv_scales_of(model: Model) -> KvScales | None:
+    """Return the scales of an FP8 key-value cache in a model's files (see `Format`), or None; raises ArtifactError."""
+    read = find_format(model.format).kv_scales
+    return None if read is None else read(model.folder, tuple(path.name for path in model.weight_files))
 
 
 def stored_values(reader: TensorReader) -> Iterator[tuple[str, Stored]]:

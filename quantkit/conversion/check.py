@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from quantkit.calibration.tokens import context_notes, draw_tokens
 from quantkit.checkpoints.side_files import GENERATION, VOCABULARIES
 from quantkit.contracts.format import Content, Format
 from quantkit.contracts.method import CheckedJob, Job, Method
-from quantkit.contracts.registry import find_format, find_format_for, find_method, methods
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_format, find_format_for, find_method, formats, methods
+from quantkit.contracts.stored import kv_scales_of
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import place_of, refuse_existing, refuse_overlap, refuse_small_disk
 from quantkit.data.texts import encode
-from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
+from quantkit.errors import ArtifactError, QuantkitError, RecipeError, SourceError, UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models.architectures import PROVEN
 from quantkit.models.config import ADD_ROWS, refuse_ids, torch_left_out, vocabulary_of
@@ -65,6 +68,11 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None, resources: Reso
     if recipe.bits is None and (own := method.bits_of(source)) in method.bits:
         bits, kind = own, find_format_for(method, recipe.format, own)
     recipe = recipe.model_copy(update={"bits": bits})
+    if getattr(options, "kv_scales", False) and kind.kv_scales is None:
+        raise RecipeError(
+            f"the format {kind.name} holds no scales of a key-value cache: leave kv_scales out, or give --format "
+            + " or ".join(name for name, each in formats().items() if each.kv_scales is not None)
+        )
     if reason := method.refuse_config(source.config):
         raise UnsupportedError(
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
@@ -188,6 +196,9 @@ def _source_notes(source: Source) -> tuple[str, ...]:
             f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show "
             "only the last one"
         )
+    with suppress(ArtifactError):
+        if kv_scales_of(Model(None, source)):
+            notes.append("the source's scales of a key-value cache are left out; --kv-scales calibrates new ones")
     if "auto_map" in source.config:
         notes.append(
             f"the source names code of its own (auto_map); quantkit does not run it and reads the model as "

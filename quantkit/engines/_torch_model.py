@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from quantkit.contracts.engine import Window, alike
-from quantkit.errors import EngineError
+from quantkit.contracts.format import KvScales
 from quantkit.models.architectures import running
+from quantkit.models.attention import change_keys_and_values
 from quantkit.models.output_head import OutputHead, last_states
 from quantkit.numerics.matmul import product, products_everywhere
 from quantkit.numerics.quantized_weight import FLOAT8_TOP, GroupedWeight, ScaledWeight
@@ -27,7 +28,6 @@ KERNEL_GROUPS = (256, 128, 64, 32)
 KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
 INT4_SLAB = 1 << 18  # elements dequantized at a time, so that they stay in the processor's cache
 SCALED_SLAB = 1 << 20  # elements of the weight converted at a time
-ROUNDED_CACHE = "quantkit_fp8_cache"  # registered with transformers as an attention
 
 
 def kernel_group(weight: GroupedWeight) -> int:
@@ -197,28 +197,18 @@ class TorchModel:
                 yield int(step)
 
 
-def round_keys_and_values(model: PreTrainedModel) -> None:
-    """Round keys and values to FP8 (E4M3) in attention, as vLLM's `--kv-cache-dtype fp8` does without scales.
+def round_keys_and_values(model: PreTrainedModel, scales: KvScales) -> None:
+    """Round keys and values to FP8 (E4M3) in attention, as vLLM's `--kv-cache-dtype fp8` does.
 
-    With a scale of 1 for each tensor, vLLM clamps at the largest value, 448. Raises EngineError if the model does not
-    use transformers' attention functions.
+    vLLM divides by the layer's scale, 1 if it has none, and clamps at the largest code, 448.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    plain = model.config._attn_implementation
-    if plain not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        raise EngineError(f"the attention of {model.config.model_type} is its own, so its cache cannot be rounded")
-    attend = ALL_ATTENTION_FUNCTIONS[plain]
+    def narrow(states: torch.Tensor, scale: float) -> torch.Tensor:
+        codes = (states.float() / scale).clamp(-FLOAT8_TOP, FLOAT8_TOP).to(torch.float8_e4m3fn)
+        return (codes.float() * scale).to(states.dtype)
 
-    def narrow(states: torch.Tensor) -> torch.Tensor:
-        return states.clamp(-FLOAT8_TOP, FLOAT8_TOP).to(torch.float8_e4m3fn).to(states.dtype)
+    def rounded(attention: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_keys, of_values = scales.get(getattr(attention, "layer_idx", -1), (1.0, 1.0))
+        return narrow(key, of_keys), narrow(value, of_values)
 
-    def rounded(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **how: Any
-    ) -> Any:
-        return attend(module, query, narrow(key), narrow(value), *rest, **how)
-
-    ALL_ATTENTION_FUNCTIONS.register(ROUNDED_CACHE, rounded)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ROUNDED_CACHE, ALL_MASK_ATTENTION_FUNCTIONS[plain])
-    model.set_attn_implementation(ROUNDED_CACHE)
+    change_keys_and_values(model, rounded)

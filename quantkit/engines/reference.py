@@ -22,7 +22,7 @@ from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec, WeightStats, Window, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
-from quantkit.contracts.stored import open_stored
+from quantkit.contracts.stored import kv_scales_of, open_stored
 from quantkit.engines._torch_model import Int4Linear, ScaledLinear, TorchModel, kernel_group, round_keys_and_values
 from quantkit.errors import ArtifactError, EngineError, pip_line
 from quantkit.models.output_head import OutputHead, StoredOutput
@@ -278,7 +278,7 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
         torch.set_num_threads(spec.threads)
         skeleton = open_skeleton(model.config)
         if spec.kv_cache is not None:
-            round_keys_and_values(skeleton.model)
+            round_keys_and_values(skeleton.model, kv_scales_of(model) or {})
         values: _Values
         if model.artifact is not None:
             values = _ArtifactValues(model.artifact, model.format, skeleton, spec.device)

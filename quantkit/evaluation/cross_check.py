@@ -17,7 +17,7 @@ import numpy as np
 from quantkit.contracts.model import ModelLike
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError
-from quantkit.evaluation.engine_choice import REFERENCE, choose, own_device
+from quantkit.evaluation.engine_choice import FP8, REFERENCE, choose, own_device
 from quantkit.evaluation.evaluate import LIMITS, measure, open_with_source, prepare
 from quantkit.records.recipe import EngineSpec, EvaluationSpec, MemoryLimits, ModelRef, spec_of
 from quantkit.records.report import Report
@@ -82,7 +82,8 @@ def cross_check(
         raise RecipeError(
             f"{opened.label} has no engine here besides the reference engine, so there is nothing to compare"
         )
-    ours = choose(opened, EngineSpec(engine=REFERENCE, device=own_device(native.asked_device)))
+    cache = FP8 if native.kv_cache == FP8 else None
+    ours = choose(opened, EngineSpec(engine=REFERENCE, device=own_device(native.asked_device), kv_cache=cache))
     loaded, limits = load_text(spec.text, "evaluation"), memory or LIMITS
     whole = limits.model_copy(update={"walk": None if limits.walk else limits.walk})
     reports, nlls = [], []

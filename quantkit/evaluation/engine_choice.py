@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from quantkit.contracts.engine import Engine
 from quantkit.contracts.model import NOT_ITS_FILES, Model
 from quantkit.contracts.registry import find_engine, find_format
-from quantkit.errors import DependencyError, RecipeError
+from quantkit.contracts.stored import kv_scales_of
+from quantkit.errors import ArtifactError, DependencyError, RecipeError
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.models.source import Source
 from quantkit.records.recipe import EngineSpec, Strict, parse
@@ -23,6 +24,7 @@ from quantkit.system.interpreter import inspect_interpreter
 
 REFERENCE = "reference"  # quantkit's own engine, which reads every format
 BASELINE_DTYPE = "float32"
+FP8 = "fp8"  # of `KvCache`
 # What quantkit itself imports in a process that evaluates, and the packages with other names than their modules.
 NEEDED = (
     *("numpy", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "huggingface_hub", "pydantic"),
@@ -53,6 +55,7 @@ class ChosenEngine:
     offload_bytes: int = 0  # in a walk, more bytes of hidden states go to a file
     named: bool = False  # the user asked for this engine
     kv_cache: str | None = None  # type of the cached keys and values; None: the engine's own
+    notes: tuple[str, ...] = ()
 
     @property
     def variables(self) -> list[str]:
@@ -67,7 +70,7 @@ class ChosenEngine:
             dtype=loaded.dtype,
             device=device_label(loaded.device),
             kv_cache=self.kv_cache,
-            notes=loaded.notes,
+            notes=(*self.notes, *loaded.notes),
         )
 
 
@@ -100,6 +103,7 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
             f"the engine {found.name} has no key-value cache of type {spec.kv_cache}, only {known}. Leave --kv-cache "
             "out, or give another --engine."
         )
+    kv_cache, notes = _cache(model, found, spec.kv_cache)
     device = spec.device
     if python == sys.executable:  # the device of another interpreter is known once the engine is loaded there
         try:
@@ -109,8 +113,24 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
     found.refuse_model(model, spec.dtype, device)
     named = spec.engine is not None
     return ChosenEngine(
-        found.name, version, spec.dtype, python, device, spec.device, named=named, kv_cache=spec.kv_cache
+        found.name, version, spec.dtype, python, device, spec.device, named=named, kv_cache=kv_cache, notes=notes
     )
+
+
+def _cache(model: Model, engine: Engine, asked: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Return the type of the cached keys and values, and a note on their scales; raise ArtifactError."""
+    rounds = find_format(model.format).loaded_by(engine.name).rounds_cache
+    try:
+        scales = kv_scales_of(model)
+    except ArtifactError as error:
+        if asked == FP8:
+            raise
+        return asked, (f"{'figures include' if rounds else 'no figure includes'} its key-value cache: {error}",)
+    if asked == FP8 or (rounds and asked is None and scales is not None):
+        return FP8, (f"cached keys and values have {'the scales in its files' if scales else 'scales of 1'}",)
+    if scales is None or asked is not None:
+        return asked, ()
+    return asked, ("its config.json asks for an FP8 key-value cache: --kv-cache fp8 includes what that costs",)
 
 
 def choose_for_baseline(source: Source, asked_device: str) -> ChosenEngine:

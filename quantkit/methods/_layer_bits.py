@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
+from quantkit.calibration.kv_scales import WithKvScales
 from quantkit.calibration.sensitivity import kept_sensitivities, peak_bytes, work_bytes
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import BitSearch, CheckedJob, Job, Shapes
@@ -58,7 +59,7 @@ class BitsByLayer(Strict):
     )
 
 
-class GroupedOptions(BitsByLayer):
+class GroupedOptions(WithKvScales, BitsByLayer):
     """Options shared by all methods with grouped codes."""
 
     group_size: int | Literal["auto"] = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quantkit.calibration.kv_scales import add_kv_scales
 from quantkit.contracts.format import Layout, Written
 from quantkit.contracts.method import CheckedJob
 from quantkit.contracts.run import Run
@@ -32,3 +33,4 @@ def write_layers(
                 writer.add(name, made(name))
                 advance()
             writer.finish_block(index)
+        add_kv_scales(job, run, writer)

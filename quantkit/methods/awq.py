@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
+from quantkit.calibration.kv_scales import add_kv_scales
 from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
 from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
@@ -340,6 +341,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
             for name, layer in layers.items():
                 writer.add(name, layer.cpu())
             writer.finish_block(block.index)
+        add_kv_scales(job, run, writer)
 
 
 METHOD = Method(

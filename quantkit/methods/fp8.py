@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
+from quantkit.calibration.kv_scales import WithKvScales
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
@@ -18,10 +19,9 @@ from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
 from quantkit.numerics.quantized_weight import ScaledWeight
 from quantkit.numerics.scaled_rounding import BLOCK, round_float8
-from quantkit.records.recipe import Strict
 
 
-class Options(Strict):
+class Options(WithKvScales):
     """Options of FP8."""
 
     granularity: Literal["channel", "block"] = Field(
@@ -50,9 +50,9 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
     write_layers(job, run, "rounding layers", lambda _names: rounded)
 
 
-def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
+def _peak_memory(job: Job[Options], shapes: Shapes) -> PeakMemory:
     # One layer: as stored, in float32, and its values in float32 and in 8 bits; trials take a few rows.
-    return PeakMemory(work=4 * 4 * shapes.largest_layer)
+    return PeakMemory(float(job.options.kv_scales), work=4 * 4 * shapes.largest_layer)
 
 
 METHOD = Method(
@@ -66,5 +66,6 @@ METHOD = Method(
     default_format="compressed-tensors",
     check=_check,
     write=_write,
+    calibrated=lambda options: options.kv_scales,
     peak_memory=_peak_memory,
 )

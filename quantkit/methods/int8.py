@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
+from quantkit.calibration.kv_scales import WithKvScales, add_kv_scales
 from quantkit.calibration.walk import finished_block, walk
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
@@ -30,7 +31,6 @@ from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.grid import cast_finite
 from quantkit.numerics.quantized_weight import INT8_TOP, InputRounding, ScaledWeight
 from quantkit.numerics.scaled_rounding import int8_with_feedback, round_int8
-from quantkit.records.recipe import Strict
 
 SAMPLED_TOKENS = 256  # of a layer's inputs in a trial, spread evenly
 SAMPLED_ROWS = 256  # rows in a trial, of the layers that share scales
@@ -38,7 +38,7 @@ LEAST_SHARE = 1e-5  # of the largest channel; smaller channels count as this
 INPUTS = InputRounding("int8")
 
 
-class Options(Strict):
+class Options(WithKvScales):
     """Options of INT8."""
 
     smooth: bool = Field(True, description="move large input channels into the weights, if the layer before allows it")
@@ -214,6 +214,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
                 block.replace(name, layer.dense())
                 writer.add(name, layer.cpu())
             writer.finish_block(block.index)
+        add_kv_scales(job, run, writer)
 
 
 METHOD = Method(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
+from quantkit.calibration.kv_scales import WithKvScales
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import CheckedJob, Job, Method
 from quantkit.contracts.run import Checked, Run
@@ -18,11 +19,10 @@ from quantkit.formats._quantized_checkpoint import QuantizedCheckpoint
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.source import Source
 from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
-from quantkit.records.recipe import Strict
 
 
-class Options(Strict):
-    """Options of KEEP: none."""
+class Options(WithKvScales):
+    """Options of KEEP."""
 
 
 def _source(job: Job) -> QuantizedCheckpoint:
@@ -100,6 +100,7 @@ METHOD = Method(
     default_format="compressed-tensors",
     check=_check,
     write=_write,
+    calibrated=lambda options: options.kv_scales,
     other_kinds={"mxfp4": (Content.MXFP4_VALUES, "gguf")},
     bits_of=_bits_of,
 )

@@ -67,9 +67,9 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
     write_layers(job, run, "rounding layers", of_block)
 
 
-def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
+def _peak_memory(job: Job[Options], shapes: Shapes) -> PeakMemory:
     # One layer: as stored, in float32, and temporaries of the grid and the codes.
-    return PeakMemory(work=10 * 4 * shapes.largest_layer)
+    return PeakMemory(float(job.options.kv_scales), work=10 * 4 * shapes.largest_layer)
 
 
 METHOD = Method(
@@ -85,6 +85,6 @@ METHOD = Method(
     write=_write,
     peak_memory=_peak_memory,
     other_kinds=OTHER_KINDS | KIND,
-    calibrated=targeted,
+    calibrated=lambda options: options.kv_scales or targeted(options),
     bit_search=BIT_SEARCH,
 )

@@ -181,6 +181,8 @@ def older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Other readers know only those names, and replace a missing value by a default of their own without a word.
     """
+    from transformers import PreTrainedConfig
+
     settings = open_config(dict(config))
     every = {**{key: value for key, value in settings.to_dict().items() if value is not None}, **config}
     for other, name in settings.attribute_map.items():
@@ -199,8 +201,7 @@ def older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             every.setdefault(key, rope[key])
     if rope:
         every.setdefault("rope_scaling", None if rope.get("rope_type", "default") == "default" else rope)
-    unlike = ("_name_or_path", "transformers_version")  # of transformers, not of the model
-    return {key: value for key, value in every.items() if key not in (*config, *unlike)}
+    return {key: value for key, value in every.items() if key not in {*config, *PreTrainedConfig().to_dict()}}
 
 
 def padding_fix(config: Mapping[str, Any]) -> str:

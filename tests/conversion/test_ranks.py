@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.checkpoints.spool import read_journal
 from quantkit.errors import RecipeError, SourceError
+from quantkit.formats.compressed_tensors.kv_scales import kv_scales
 from quantkit.methods import gptq
 from quantkit.numerics.second_moments import Gram
 from quantkit.records.artifact import open_artifact
@@ -74,7 +75,7 @@ def keep_moments(path):
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(share, tiny, tmp_path):
-    every = ("--gptaq-share", share)
+    every = ("--gptaq-share", share, "--format", "compressed-tensors", "--kv-scales")
     keep = partial(keep_moments, tmp_path / "m")
     alone = started(command(tiny, tmp_path / "one", "gptq", *every), tmp_path / "log", keep)
     prepare = (partial(keep_moments, tmp_path / "m0"), partial(keep_moments, tmp_path / "m1"))
@@ -89,6 +90,8 @@ def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(s
     for _, found in shares:
         for one, other in zip(whole, found, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
+    one, two = (kv_scales(tmp_path / name, ("model.safetensors",)) for name in ("one", "two"))
+    assert list(two.values()) == [pytest.approx(scales, rel=0.02) for scales in one.values()]
     notes = json.loads((tmp_path / "two" / "quantkit.json").read_text())["notes"]
     assert any(note.startswith("2 processes shared the work") for note in notes)
 

@@ -12,6 +12,7 @@ from typing import Any
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._grouped_codes import HEAD
 from quantkit.formats._quantization_config import Untouched
+from quantkit.formats.compressed_tensors.kv_scales import KEY, SCHEME
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 
@@ -49,8 +50,10 @@ def one_by_one(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def quantization(form: str, groups: list[dict[str, Any]], untouched: Untouched, head: bool = False) -> dict[str, Any]:
-    """Return a `quantization_config` with these groups; `head`: one of them quantizes the output head."""
+def quantization(
+    form: str, groups: list[dict[str, Any]], untouched: Untouched, head: bool = False, cache: bool = False
+) -> dict[str, Any]:
+    """Return a `quantization_config` with these groups; `head`: one is of the output head; `cache`: with its scales."""
     ignored = {*untouched.linears, *(f"re:{pattern}" for pattern in untouched.patterns), HEAD}
     return {
         "quant_method": METHOD,
@@ -58,7 +61,7 @@ def quantization(form: str, groups: list[dict[str, Any]], untouched: Untouched, 
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": sorted(ignored - {HEAD} if head else ignored),
-    }
+    } | ({KEY: SCHEME} if cache else {})
 
 
 def refuse_unfound_layers(source: Source, skeleton: Skeleton, instead: str = "") -> None:

@@ -102,7 +102,7 @@ class _CompressedPacking(GroupedPacking):
         groups = [
             {"targets": targets, "format": KIND, "weights": {**weights, "num_bits": bits}} for bits, targets in parts
         ]
-        return quantization(KIND, groups, untouched, layout.head_bits is not None)
+        return quantization(KIND, groups, untouched, layout.head_bits is not None, layout.kv_scales)
 
     def head_bits(self, _layout: Layout) -> tuple[int, ...]:
         """Return the bit widths of an output head that vLLM can load."""

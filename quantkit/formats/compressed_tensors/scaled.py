@@ -126,8 +126,8 @@ def _scheme_for(layout: Layout) -> Scheme:
     return Scheme(layout.values, (size if size and layout.values == "float8" else 1, size))
 
 
-def _quantization(scheme: Scheme, untouched: Untouched) -> dict[str, Any]:
-    return quantization(scheme.kind.format, [scheme.group()], untouched)
+def _quantization(scheme: Scheme, untouched: Untouched, cache: bool = False) -> dict[str, Any]:
+    return quantization(scheme.kind.format, [scheme.group()], untouched, cache=cache)
 
 
 KINDS = tuple(
@@ -310,7 +310,7 @@ def _notes(linears: Mapping[str, tuple[int, int]], rows: int) -> tuple[str, ...]
 def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
     """Return a context manager that yields a writer and completes the checkpoint on success."""
     packing = ScaledPacking(_scheme_for(layout))
-    settings = _quantization(packing.key, untouched(source, skeleton))
+    settings = _quantization(packing.key, untouched(source, skeleton), layout.kv_scales)
     return write_layers(packing, source, skeleton, run, layout, settings)
 
 
