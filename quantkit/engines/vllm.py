@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.format import ON_CPU
 from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_format
 from quantkit.errors import DependencyError, EngineError, RecipeError
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.system.device import AUTO, CPU
 from quantkit.system.untrusted import reraise_as
 
@@ -115,8 +118,16 @@ def _import() -> ModuleType:
     return vllm
 
 
+def _refuse_on_cpu(model: Model, _dtype: str | None, device: str) -> None:
+    """Raise EngineError for files that vLLM loads on GPUs only."""
+    reason = find_format(model.format).refusals(quantization_of(model.folder)).get(ENGINE.name + ON_CPU)
+    if reason and device == CPU:
+        raise EngineError(f"vLLM cannot compute {model.folder} on a CPU: {reason}. Evaluate with --engine reference.")
+
+
 def _load(model: Model, spec: LoadSpec) -> VllmModel:
     vllm, dtype = _import(), spec.dtype or "bfloat16"
+    _refuse_on_cpu(model, dtype, spec.device)
     with reraise_as(f"vLLM cannot load {model.folder}", EngineError):
         llm = vllm.LLM(
             model=str(model.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
@@ -148,6 +159,7 @@ ENGINE = Engine(
     load=_load,
     find_device=_find_device,
     refuse=lambda dtype: refuse_dtype("vllm", dtype, DTYPES),
+    refuse_model=_refuse_on_cpu,
     variables=("VLLM_", *KERNEL_VARIABLES),
     server="vLLM's server",
 )

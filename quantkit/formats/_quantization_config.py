@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.contracts.format import ON_CPU
 from quantkit.errors import ArtifactError
 from quantkit.models.text_half import roots
 from quantkit.system.untrusted import read_object, shown
@@ -35,6 +36,15 @@ AUTO_ROUND = {
     **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2"), GPTQ_V2),
     **dict.fromkeys(("auto_round:awq", "auto_round:auto_awq"), AWQ),
 }
+
+
+def gpus_only(since: str, kernel: str) -> dict[str, str]:
+    """Return the refusal of vLLM's CPU build: `kernel` is the file of vLLM's source that shows what GPUs have."""
+    kernels = f"vllm/model_executor/kernels/linear/{kernel}.py"
+    return {
+        f"vllm{ON_CPU}": f"vLLM's CPU build (0.32) has no kernel for it. NVIDIA GPUs have one since vLLM {since}, by "
+        f"its source ({kernels}); it was not run there"
+    }
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:
