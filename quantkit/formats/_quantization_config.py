@@ -39,11 +39,10 @@ AUTO_ROUND = {
 
 
 def gpus_only(since: str, kernel: str) -> dict[str, str]:
-    """Return the refusal of vLLM's CPU build: `kernel` is the file of vLLM's source that shows what GPUs have."""
-    kernels = f"vllm/model_executor/kernels/linear/{kernel}.py"
+    """Return the refusal of vLLM's CPU build; `kernel` is the file of vLLM's source with the kernel for GPUs."""
     return {
-        f"vllm{ON_CPU}": f"vLLM's CPU build (0.32) has no kernel for it. NVIDIA GPUs have one since vLLM {since}, by "
-        f"its source ({kernels}); it was not run there"
+        f"vllm{ON_CPU}": f"vLLM's CPU build (0.32) has no kernel for it. For NVIDIA GPUs, vLLM {since} and newer has "
+        f"one (not run by quantkit; source: vllm/model_executor/kernels/linear/{kernel}.py)"
     }
 
 

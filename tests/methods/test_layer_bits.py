@@ -220,7 +220,7 @@ def test_engines_that_cannot_read_the_mix_are_refused(kind, mixed):
     assert {2, 3} & set(bits_of(few).values())
     reasons = refusals(quantization_of(few.folder))
     if kind == CT:
-        assert "since vLLM 0.25" in reasons[f"vllm{ON_CPU}"]  # not the 0.23 of its layers of 8 bits
+        assert "vLLM 0.25 and newer" in reasons[f"vllm{ON_CPU}"]  # not the 0.23 of its layers of 8 bits
     else:
         with pytest.raises(RecipeError, match=r"vLLM loads .*4 and 8 bits.*--format compressed-tensors"):
             choose_engine(open_model(few), EngineSpec(engine="vllm"))
