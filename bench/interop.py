@@ -79,7 +79,7 @@ CASES = (
     Case("f-ct-fp8", "f", ("--method", "fp8"), calibrated=False, engines=PLAIN, rounds_inputs=True),
     Case("f-ct-nvfp4", "f", ("--method", "rtn", "--bits", "nvfp4"), (CARDS,), calibrated=False, engines=PLAIN),
     Case("f-ct-mxfp4", "f", ("--method", "rtn", "--bits", "mxfp4"), (CARDS,), calibrated=False, engines=PLAIN),
-    Case("f-nf4", "f", ("--method", "nf4"), (CARDS,), calibrated=False, engines=PLAIN),
+    Case("f-nf4", "f", ("--method", "nf4"), calibrated=False, engines=PLAIN),
     _mlx("gptq", "gptq"),
     _mlx("awq-head", "awq --head-bits 4"),
     _mlx("rtn-6", "rtn --bits 6"),

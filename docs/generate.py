@@ -109,12 +109,12 @@ def _matrix() -> Iterator[str]:
     reasons: dict[str, None] = {}
     for stored, kinds, programs in what_loads():
         cells = []
-        for refusal, remark in programs.values():
-            if refusal:
-                reasons.setdefault(refusal)
-                cells.append(f"no [{list(reasons).index(refusal) + 1}]")
+        for tested, refusal, gpus_only in programs.values():
+            if reason := refusal or gpus_only:
+                reasons.setdefault(reason)
+                cells.append(f"{'no' if refusal else 'GPUs only'} [{list(reasons).index(reason) + 1}]")
             else:
-                cells.append(f"yes ({remark})" if remark else "yes")
+                cells.append(f"yes ({tested})" if tested else "yes")
         yield f"| `{stored}` | {kinds} | {' | '.join(cells)} |"
     yield ""
     yield "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))

@@ -101,7 +101,8 @@ def methods(*, json: options.Json = None) -> None:
     out.print(grid)
     loading = Table("format", "bits", "loaded by")
     for stored, kinds, programs in what_loads():
-        names = (f"{name} ({remark})" if remark else name for name, (why, remark) in programs.items() if not why)
+        told = {name: "GPUs only" if how.gpus_only else how.tested for name, how in programs.items() if not how.refusal}
+        names = (f"{name} ({remark})" if remark else name for name, remark in told.items())
         loading.add_row(stored, kinds, ", ".join(names))
     out.print(loading)
     say("In brackets: the oldest version tested. Details: docs/engines.md")

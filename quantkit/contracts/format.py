@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight | ScaledWeight"  # what methods make
 Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # values that formats return
 KvScales: TypeAlias = Mapping[int, tuple[float, float]]  # of an FP8 cache: of keys and values, by layer
+ON_CPU = " on a CPU"  # ends a key of `Format.refusals`
 
 
 class Content(Enum):
@@ -159,25 +160,23 @@ class TensorWriter:
 class Kind:
     """A variant of a format's content that engines treat differently.
 
-    `bits`: as in recipes; `words`: description; `quantization`: its `quantization_config`. `only`: by engine name, the
-    only kind of device on which the engine loads it, such as ``GPUs``.
+    `bits`: as in recipes; `words`: description; `quantization`: its `quantization_config`.
     """
 
     bits: str
     words: str = ""
     quantization: Mapping[str, object] = field(default_factory=dict)
-    only: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Loading:
     """How an engine loads the artifacts of a format.
 
-    `since`: oldest version tested; `package`: an additional module that must be importable. `weights` in memory are
-    ``dense``, ``packed`` as in the file (only for `packed_bits`, if given), or ``both``. `values`: the engine can
-    compute a source from values in memory, not only from files in its folder. `rounds_cache`: it rounds keys and values
-    if the files ask for that. refuse(artifact, dtype, device) raises EngineError for an artifact that the engine would
-    compute wrongly.
+    `since`: oldest version tested; `package`: an additional module that must be importable. `plugins`: requirements
+    (NAME>=OLDEST) on the engine's interpreter, the engine's plugin first. `weights` in memory are ``dense``, ``packed``
+    as in the file (only for `packed_bits`, if given), or ``both``. `values`: the engine can compute a source from
+    values in memory, not only from files in its folder. `rounds_cache`: it rounds keys and values if the files ask for
+    that. refuse(artifact, dtype, device) raises EngineError for an artifact that the engine would compute wrongly.
     """
 
     since: str = ""
@@ -187,6 +186,12 @@ class Loading:
     values: bool = False
     rounds_cache: bool = False
     refuse: Callable[[Artifact, str | None, str], None] = lambda _artifact, _dtype, _device: None
+    plugins: tuple[str, ...] = ()
+
+    @property
+    def tested(self) -> str:
+        """Return the oldest versions of the engine and its plugin tested, for tables."""
+        return ", ".join((self.since, *(plugin.replace(">=", " ") for plugin in self.plugins[:1])))
 
     def stays_packed(self, bits: str | None) -> bool:
         """Return whether layers with these bits stay packed in memory as in the file."""
@@ -207,13 +212,14 @@ class Format:
     source; None if unsupported. kv_scales(path, weight_files) returns the scales of an FP8 key-value cache (empty: 1),
     or None if the files ask for none, and raises ArtifactError for another cache; None: the format holds none. `kinds`:
     all variants of its content. refusals(quantization) returns, by engine, why it cannot load a folder with this
-    `quantization_config` (empty: none). recorded_options(artifact) returns the recipe's `bits` and options that the
-    files record, each with all values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError if
-    a model with this config.json has other tensors; None: compare with transformers' model, which needs torch.
-    prepared(source) returns the source as the format's engines compute it, with settings that they ignore folded into
-    weights. `usage`: Markdown for the model card on loading FOLDER; {file} becomes the first weight file's name,
-    {transformers} the code that loads a folder with transformers. `library`: the hub's name of the loading library. `defaults`:
-    of methods' options, where grouped codes lose less in this format at no cost.
+    `quantization_config` (empty: none); the key NAME + `ON_CPU` says why the engine loads it on GPUs only.
+    recorded_options(artifact) returns the recipe's `bits` and options that the files record, each with all values that
+    agree with the files. refuse_tensors(config, shapes) raises ArtifactError if a model with this config.json has other
+    tensors; None: compare with transformers' model, which needs torch. prepared(source) returns the source as the
+    format's engines compute it, with settings that they ignore folded into weights. `usage`: Markdown for the model
+    card on loading FOLDER; {file} becomes the first weight file's name, {transformers} the code that loads a folder
+    with transformers. `library`: the hub's name of the loading library. `defaults`: of methods' options, where grouped
+    codes lose less in this format at no cost.
     """
 
     name: str

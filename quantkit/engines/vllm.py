@@ -1,4 +1,4 @@
-"""Engine vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a GPU.
+"""Engine vLLM in this process: checkpoints in transformers' formats, with its CPU wheel or on a GPU.
 
 vLLM pins its dependencies and rarely fits into another environment, so name its interpreter with `--python`. Its model
 returns the hidden states of a prompt, and its output layer computes their logits, a few positions at a time.
@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.format import ON_CPU
 from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_format
 from quantkit.errors import DependencyError, EngineError, RecipeError
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.system.device import AUTO, CPU
 from quantkit.system.untrusted import reraise_as
 
@@ -115,8 +118,18 @@ def _import() -> ModuleType:
     return vllm
 
 
+def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
+    """Raise EngineError for files that vLLM loads on GPUs only, or that it would compute wrongly."""
+    reason = find_format(model.format).refusals(quantization_of(model.folder)).get(ENGINE.name + ON_CPU)
+    if reason and device == CPU:
+        raise EngineError(f"vLLM cannot compute {model.folder} on a CPU: {reason}. Evaluate with --engine reference.")
+    if model.artifact is not None:
+        find_format(model.format).loaded_by(ENGINE.name).refuse(model.artifact, dtype, device)
+
+
 def _load(model: Model, spec: LoadSpec) -> VllmModel:
     vllm, dtype = _import(), spec.dtype or "bfloat16"
+    _refuse_misread(model, dtype, spec.device)
     with reraise_as(f"vLLM cannot load {model.folder}", EngineError):
         llm = vllm.LLM(
             model=str(model.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
@@ -144,10 +157,11 @@ ENGINE = Engine(
     name="vllm",
     module="vllm",
     install="Give the interpreter of an environment that has it with --python (pip install vllm there)",
-    opens="it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, compressed-tensors)",
+    opens="it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, compressed-tensors, NF4)",
     load=_load,
     find_device=_find_device,
     refuse=lambda dtype: refuse_dtype("vllm", dtype, DTYPES),
+    refuse_model=_refuse_misread,
     variables=("VLLM_", *KERNEL_VARIABLES),
     server="vLLM's server",
 )

@@ -20,7 +20,7 @@ from quantkit.models.source import Source
 from quantkit.records.recipe import EngineSpec, Strict, parse
 from quantkit.records.report import EngineEntry
 from quantkit.system.device import CPU, device_label, find_device
-from quantkit.system.interpreter import inspect_interpreter
+from quantkit.system.interpreter import inspect_interpreter, refuse_unmet
 
 REFERENCE = "reference"  # quantkit's own engine, which reads every format
 BASELINE_DTYPE = "float32"
@@ -96,6 +96,8 @@ def choose(model: Model, engine: str | EngineSpec | None = None) -> ChosenEngine
         raise RecipeError(f"the engine {found.name} cannot open {model.label}: {reason}")
     python = spec.python or sys.executable
     version = require(found, python)
+    plugins = find_format(model.format).loaded_by(found.name).plugins
+    refuse_unmet(python, plugins, f"the engine {found.name} with files in the format {model.format}")
     found.refuse(spec.dtype)
     if spec.kv_cache not in (None, *found.kv_caches):
         known = " or ".join(found.kv_caches) or "the one that the engine chooses"

@@ -313,8 +313,7 @@ def kinds(packing: GroupedPacking) -> tuple[Kind, ...]:
             for ordered in (False, True) if packing.orders_columns else (False,):
                 words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
                 layout = Layout(bits, 128, symmetric, ordered)
-                only = {"vllm": "GPUs"} if bits == 8 else {}  # vLLM's CPU build has no kernel for 8 bits
-                found.append(Kind(str(bits), words, packing.quantization(layout, Untouched()), only))
+                found.append(Kind(str(bits), words, packing.quantization(layout, Untouched())))
     return tuple(found)
 
 
@@ -323,8 +322,7 @@ def mixes(packing: GroupedPacking) -> tuple[Kind, ...]:
     found = []
     for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
         layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
-        only = {"vllm": "GPUs"}  # vLLM's CPU build has a kernel only for 4 bits
-        found.append(Kind("auto", f"symmetric, {words}", packing.quantization(layout, Untouched()), only))
+        found.append(Kind("auto", f"symmetric, {words}", packing.quantization(layout, Untouched())))
     return tuple(found)
 
 

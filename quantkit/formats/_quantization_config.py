@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.contracts.format import ON_CPU
 from quantkit.errors import ArtifactError
 from quantkit.models.text_half import roots
 from quantkit.system.untrusted import read_object, shown
@@ -35,6 +36,14 @@ AUTO_ROUND = {
     **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2"), GPTQ_V2),
     **dict.fromkeys(("auto_round:awq", "auto_round:auto_awq"), AWQ),
 }
+
+
+def gpus_only(since: str, kernel: str) -> dict[str, str]:
+    """Return the refusal of vLLM's CPU build; `kernel` is the file of vLLM's source with the kernel for GPUs."""
+    return {
+        f"vllm{ON_CPU}": f"vLLM's CPU build (0.32) has no kernel for it. For NVIDIA GPUs, vLLM {since} and newer has "
+        f"one (not run by quantkit; source: vllm/model_executor/kernels/linear/{kernel}.py)"
+    }
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:

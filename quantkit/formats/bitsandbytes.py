@@ -292,6 +292,16 @@ def _refuse_misfits(artifact: Artifact, _dtype: str | None, device: str) -> None
             )
 
 
+def _refuse_in_vllm(artifact: Artifact, dtype: str | None, device: str) -> None:
+    """Raise EngineError for shapes that the CPU lacks, and for experts, which stay floats in these files."""
+    _refuse_misfits(artifact, dtype, device)
+    if expert := next((name for name in open_stored(artifact, FORMAT).names() if ".experts." in name), None):
+        raise EngineError(
+            f"{artifact.folder}: vllm-bnb-plugin would round {expert} to NF4, which this artifact does not quantize. "
+            "Evaluate with --engine reference."
+        )
+
+
 def _recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     stored = quantization_of(artifact.folder)
     dense = [name for name in artifact.manifest.tensor_types if name != "nf4"]
@@ -307,14 +317,17 @@ FORMAT = Format(
     summary="4-bit NormalFloat as transformers stores it for bitsandbytes",
     reference="https://huggingface.co/docs/bitsandbytes",
     holds=(Content.NORMAL_FLOAT,),
-    loading={"transformers": Loading("5.23", "bitsandbytes", "packed", refuse=_refuse_misfits), "reference": Loading()},
+    loading={
+        "transformers": Loading("5.23", "bitsandbytes", "packed", refuse=_refuse_misfits),
+        "reference": Loading(),
+        "vllm": Loading("0.32", refuse=_refuse_in_vllm, plugins=("vllm-bnb-plugin>=0.0.3", "bitsandbytes>=0.49")),
+    },
     recognizes=partial(recognizes, "bitsandbytes"),
     open=_open,
     check=_check,
     writer=_write,
     open_quantized=_open_quantized,
     kinds=(Kind("4", "NF4"), Kind("4", "NF4, double quantization")),
-    refusals=lambda _quantization: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA GPUs only"},
     servers={"sglang": "", "tgi": "--quantize bitsandbytes-nf4"},
     recorded_options=_recorded_options,
     usage=USAGE,

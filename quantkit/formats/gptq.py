@@ -28,6 +28,7 @@ from quantkit.formats._quantization_config import (
     GPTQ_FILE,
     VERSION_KEYS,
     Untouched,
+    gpus_only,
     layer_overrides,
     quantization_of,
     recognizes,
@@ -39,7 +40,10 @@ from quantkit.records.artifact import Artifact
 from quantkit.system.untrusted import read_object, shown
 
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # subtracted from stored zero points
-SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
+NOT_IN_VLLM = (
+    "vLLM loads only symmetric GPTQ files of 4 and 8 bits without desc_act; with --format compressed-tensors it also "
+    "loads 2 and 3 bits (on GPUs) and zero points"
+)
 HEAD_READERS = "vLLM and GPTQModel find the quantized output head; transformers' own loader of GPTQ does not"
 # vLLM's names of layers that it fuses: it matches these names, not the parts' names.
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -146,7 +150,7 @@ class _GptqPacking(GroupedPacking):
         return _GptqPacking(VERSIONS[version], bool(layer_overrides(quantization)))
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
-        notes = (SYMMETRIC_ONLY,) if layout.column_order or not layout.symmetric else ()
+        notes = (NOT_IN_VLLM,) if layout.column_order or not layout.symmetric else ()
         return (*notes, HEAD_READERS) if layout.head_bits is not None else notes
 
 
@@ -195,7 +199,9 @@ def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
     every = {quantization.get("bits"), *(part["bits"] for part in others if isinstance(part, dict) and "bits" in part)}
     reasons = {"transformers": grouped.NEEDS_GPTQMODEL}
     if quantization.get("desc_act") or not quantization.get("sym", True) or not every <= {4, 8}:
-        reasons["vllm"] = "vLLM loads only symmetric GPTQ files of 4 and 8 bits without desc_act"
+        reasons["vllm"] = NOT_IN_VLLM
+    elif 8 in every:
+        reasons |= gpus_only("0.23", "mixed_precision/marlin")
     if every != {4}:
         reasons["exllama"] = "exllama loads only GPTQ files of 4 bits"
     return reasons

@@ -18,6 +18,7 @@ import psutil
 
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
 from quantkit.serving.servers import ServerPlan
+from quantkit.system.interpreter import refuse_unmet
 
 START_LIMIT = 1800.0  # seconds until a server must answer; some compile a model for minutes
 GRACE = 10.0  # seconds for a server to end by itself
@@ -69,6 +70,7 @@ def _check_startable(launch: ServerPlan) -> None:
         raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows the command")
     if reason := server.shortfall(launch.python):
         raise DependencyError(reason)
+    refuse_unmet(launch.python, launch.plugins, f"{server.summary} with these files")
     try:
         family, _, _, _, address = socket.getaddrinfo(launch.host, launch.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantkit.contracts.check_manifest import refuse_untrue
-from quantkit.contracts.format import Format
+from quantkit.contracts.format import ON_CPU, Format
 from quantkit.contracts.model import NOT_ITS_FILES, Model
 from quantkit.contracts.registry import engines, find_format, formats
 from quantkit.errors import RecipeError, UnsupportedError, near_miss, one_line, pip_line
@@ -109,7 +109,7 @@ SERVERS = {
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """How to start a server: its command, extra environment variables, and its address."""
+    """How to start a server: its command, extra environment variables, its address, and the `plugins` that it needs."""
 
     server: Server
     arguments: tuple[str, ...]
@@ -118,6 +118,7 @@ class ServerPlan:
     host: str
     port: int
     name: str
+    plugins: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -167,7 +168,8 @@ def plan_server(artifact: str, engine: str | None = None, **settings: int | str 
         for key, value in server.variables.items()
     }
     arguments = tuple(word.format(**places) for word in command.split())
-    return ServerPlan(server, arguments, variables, python, spec.host, spec.port, name)
+    plugins = find_format(model.format).loaded_by(server.loader).plugins
+    return ServerPlan(server, arguments, variables, python, spec.host, spec.port, name, plugins)
 
 
 def choose_server(model: Model, name: str | None, python: str) -> Server:
@@ -206,18 +208,28 @@ def loaders() -> tuple[str, ...]:
     return (*sorted(engines(), key=lambda name: name != "reference"), "exllama")
 
 
-def what_loads() -> Iterator[tuple[str, str, dict[str, tuple[str, str]]]]:
-    """Yield (format, kinds that all programs treat alike, {program: (reason for refusal, remark)}).
+class Loads(NamedTuple):
+    """Whether a program loads a kind of files: the oldest versions tested, why it does not, why only on GPUs."""
 
-    A remark is the oldest tested version, or the only supported device; both texts are empty if untested.
-    """
+    tested: str
+    refusal: str
+    gpus_only: str
+
+
+def what_loads() -> Iterator[tuple[str, str, dict[str, Loads]]]:
+    """Yield (format, kinds that all programs treat alike, {program: whether it loads them})."""
     for stored in formats().values():
-        alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
+        alike: dict[tuple[str, tuple[Loads, ...]], list[str]] = {}
         for kind in stored.kinds:
-            since = {name: loading.since for name, loading in stored.loading.items()}
-            remarks = {**since, **{name: f"{where} only" for name, where in kind.only.items()}}
-            reasons = {name: refusal(name, stored, kind.quantization) for name in loaders()}
-            loaded = tuple((why or "", "" if why else remarks.get(name, "")) for name, why in reasons.items())
+            only = stored.refusals(kind.quantization)
+            loaded = tuple(
+                Loads(
+                    stored.loaded_by(name).tested,
+                    refusal(name, stored, kind.quantization) or "",
+                    only.get(name + ON_CPU, ""),
+                )
+                for name in loaders()
+            )
             alike.setdefault((kind.words, loaded), []).append(kind.bits)
         for (words, loaded), bits in alike.items():
             yield (

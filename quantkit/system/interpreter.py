@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -32,6 +34,23 @@ def inspect_interpreter(python: str, names: tuple[str, ...]) -> tuple[list[str],
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise DependencyError(f"the interpreter {python} (Python 3.11 or later) cannot be run: {error}") from None
     return answer["lacks"], answer["version"]
+
+
+def refuse_unmet(python: str, requirements: tuple[str, ...], what: str) -> None:
+    """Raise DependencyError if the interpreter lacks a package, or has an older one than its NAME>=OLDEST asks for."""
+    for requirement in requirements:
+        name, oldest = requirement.split(">=")
+        missing, found = inspect_interpreter(python, (name.replace("-", "_"),))
+        if missing or _numbers(found or "") < _numbers(oldest):
+            # Without --no-deps, pip would install another vLLM beside a CPU wheel with its own name.
+            raise DependencyError(
+                f"{what} needs {requirement}, and {python} has {'none' if missing else found}. Install it with: "
+                f"{python} -m pip install --no-deps {' '.join(map(shlex.quote, requirements))}"
+            )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)[:3]]
 
 
 def lent_code(folder: Path) -> str:

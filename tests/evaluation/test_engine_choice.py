@@ -5,7 +5,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from environments import packages_of, put_empty, python_in
+from environments import packages_of, put_empty, put_installed, python_in
 from tiny_models import EVALUATION, SAMPLE
 
 from quantkit import convert, evaluate
@@ -13,6 +13,8 @@ from quantkit.errors import DependencyError, RecipeError
 from quantkit.evaluation.engine_choice import NEEDED, choose
 from quantkit.formats.source import open_model
 from quantkit.records.recipe import EngineSpec
+from quantkit.serving.launch import serving
+from quantkit.serving.servers import plan_server
 
 VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
 
@@ -66,6 +68,24 @@ def test_what_an_engine_does_not_have_is_refused_before_any_work(gguf, options, 
     with patch("quantkit.evaluation.evaluate.run_child", side_effect=AssertionError("work before the refusal")):  # noqa: SIM117
         with pytest.raises(RecipeError, match=says):
             evaluate(gguf, ["perplexity"], engine=EngineSpec(**options))
+
+
+def test_a_plugin_of_vllm_that_is_missing_or_old_is_told_before_any_work(artifact_of, bare):
+    pytest.importorskip("bitsandbytes")
+    python, packages, nf4 = python_in(bare), packages_of(bare), open_model(artifact_of("nf4", "4"))
+    put_empty(packages, "vllm", "psutil", "yaml", *(name for name in NEEDED if name not in ("yaml", "psutil")))
+    for version, has in ((None, "none"), ("0.0.2", "0.0.2"), ("0.0.3", None)):
+        if version is not None:
+            put_installed(packages, {"vllm-bnb-plugin": version, "bitsandbytes": "0.50.2"})
+        if has is None:
+            assert choose(nf4, EngineSpec(engine="vllm", python=python)).python == python
+            continue
+        says = rf"needs vllm-bnb-plugin>=0.0.3, and {python} has {has}. Install it with: {python} -m pip .*--no-deps"
+        with pytest.raises(DependencyError, match=says):
+            choose(nf4, EngineSpec(engine="vllm", python=python))
+        plan = plan_server(str(nf4.folder), "vllm", python=python)
+        with pytest.raises(DependencyError, match=says), serving(plan):
+            pass
 
 
 def test_a_folder_of_its_name_is_no_engine(gguf, tiny, bare, tmp_path, monkeypatch):

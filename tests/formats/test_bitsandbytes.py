@@ -75,6 +75,8 @@ def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(archite
     artifact = converted(folder, tmp_path / "out", "nf4", min_quantized=float(least))
     weights = load_file(folder / "model.safetensors")
     assert artifact.manifest.tensor_types["nf4"] == BLOCKS * 4
+    with pytest.raises(EngineError, match=r"vllm-bnb-plugin would round \S*experts\S* to NF4.*--engine reference"):
+        find_engine("vllm").refuse_model(Model(artifact, None), None, "cuda")
     attention = BLOCKS * (64 * 64 * 2 + 64 * 32 * 2)
     experts = sum(tensor.numel() for name, tensor in weights.items() if "experts" in name)
     assert share == round(100 * attention / (attention + experts), 1)
@@ -92,6 +94,8 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(tiny_w
     if has_bfloat16_units():
         with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on GPUs only.*--engine reference"):
             find_engine("transformers").load(Model(odd, None), LoadSpec(threads=1, n_ctx=64))
+        with pytest.raises(EngineError, match="on GPUs only"):
+            find_engine("vllm").refuse_model(Model(odd, None), None, "cpu")
 
 
 UP = "model.layers.0.mlp.up_proj."

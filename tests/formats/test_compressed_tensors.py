@@ -10,7 +10,8 @@ from tiny_models import save_tiny
 from trials import dense, dense_values, read_all, read_back
 
 from quantkit import convert, verify
-from quantkit.contracts.registry import find_format
+from quantkit.contracts.format import ON_CPU
+from quantkit.contracts.registry import find_engine, find_format
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError, UnsupportedError
@@ -168,15 +169,17 @@ def test_transformers_computes_what_we_compute(case, name, artifacts, architectu
 
 
 def test_engines_that_cannot_take_an_artifact_are_told(artifacts, architecture):
-    refused = {"3": {"vllm"}, "4": set(), "8 zeros": {"transformers"}, "fp8": set(), "int8": set(), "nvfp4": {"vllm"}}
+    vllm = f"vllm{ON_CPU}"
+    refused = {"3": {vllm}, "4": set(), "8 zeros": {"transformers", vllm}, "fp8": set(), "nvfp4": {vllm}}
     for name, engines in refused.items():
         assert set(find_format(KIND).refusals(quantization_of(artifacts(name).folder))) == engines, name
-    for name, engine, says in (
-        ("awq 4", "transformers", "transformers does not load packed zero points"),
-        ("nvfp4", "vllm", "computes 4-bit floats on GPUs only"),
-    ):
-        with pytest.raises(RecipeError, match=says):
-            choose(open_model(artifacts(name)), EngineSpec(engine=engine))
+    with pytest.raises(RecipeError, match="transformers does not load packed zero points"):
+        choose(open_model(artifacts("awq 4")), EngineSpec(engine="transformers"))
+    for name, since in {"3": "0.25", "8": "0.23", "8 zeros": "0.25", "2 zeros": "0.31", "nvfp4": "0.23"}.items():
+        model, refuse = open_model(artifacts(name)), find_engine("vllm").refuse_model
+        with pytest.raises(EngineError, match=rf"on a CPU: .*For NVIDIA GPUs, vLLM {since} and newer .*source: vllm/"):
+            refuse(model, None, "cpu")
+        refuse(model, None, "cuda")
     ids = np.arange(2, 9)[None]
     # Once it does load zero points, the refusal has to go.
     with pytest.raises(EngineError, match="ignore_mismatched_sizes"):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from trials import dense_values
 
 from bench.fuzz.quantized_bases import save_scaled
+from quantkit.contracts.format import ON_CPU
 from quantkit.contracts.registry import find_format
 from quantkit.engines.transformers import ENGINE
 from quantkit.errors import SourceError
@@ -117,7 +118,7 @@ def test_layers_of_every_kind_are_read_as_the_package_reads_them(one_block, part
     counts = {"int8": 1, "nvfp4": 1, "mxfp4": 1, "float8": 2, "int4": 2}
     assert {name: types[name] for name in counts} == counts
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert set(KIND.refusals(settings)) == {"vllm"}
+    assert set(KIND.refusals(settings)) == {f"vllm{ON_CPU}"}
 
 
 def in_blocks(size):

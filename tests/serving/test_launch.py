@@ -201,7 +201,7 @@ def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare)
     ({"engine": "llamacpp", "parallel": 2}, RecipeError, "does not take --parallel"),
     ({"engine": "xllamacpp", "n_ctx": 1 << 20}, RecipeError, "has at most"),
     ({"engine": "vlm"}, RecipeError, "Did you mean 'vllm'"),
-    ({"engine": "vllm"}, UnsupportedError, "transformers' formats only"),
+    ({"engine": "vllm"}, UnsupportedError, "vllm-gguf-plugin 0.0.5 has kernels for GPUs only"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(gguf, options, error, says):
     with pytest.raises(error, match=says):

@@ -80,7 +80,8 @@ def _open_quantized(folder: Path, files: tuple[str, ...], _config: dict[str, Any
 def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
     reasons: dict[str, str] = {}
     for group in one_by_one(stored):
-        reasons |= scaled.refusals(group) if is_scaled(group) else packed.refusals(group)
+        for key, reason in (scaled.refusals(group) if is_scaled(group) else packed.refusals(group)).items():
+            reasons[key] = max(reason, reasons.get(key, ""))  # the newest version that a group needs
     return reasons
 
 

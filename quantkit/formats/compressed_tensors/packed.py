@@ -18,7 +18,7 @@ from quantkit.errors import ArtifactError
 from quantkit.formats._bit_packing import pack_string, unpack_string, words
 from quantkit.formats._grouped_codes import HEAD, OTHERS, GroupedPacking
 from quantkit.formats._packed_layers import AGAIN, Parts, StoredLayer
-from quantkit.formats._quantization_config import Untouched
+from quantkit.formats._quantization_config import Untouched, gpus_only
 from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, Group, groups_of, quantization
 from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.system.untrusted import shown
@@ -160,9 +160,12 @@ def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
     """Return, by engine, why it cannot load a folder with this single-group `quantization_config`."""
     if not stored:
         return {}
-    reasons, settings = {}, PACKING.settings(stored)
-    if settings.get("bits") not in (4, 8):
-        reasons["vllm"] = "vLLM loads only weights of 4 and 8 bits in this format"
-    if not settings.get("sym"):
+    settings = PACKING.settings(stored)
+    reasons, symmetric = {}, settings.get("sym")
+    if (bits := settings.get("bits")) == 8 and symmetric:
+        reasons = gpus_only("0.23", "mixed_precision/marlin")
+    elif bits != 4:
+        reasons = gpus_only("0.25" if bits == 8 or symmetric else "0.31", "mixed_precision/humming")
+    if not symmetric:
         reasons["transformers"] = f"transformers does not load packed zero points with {METHOD} 0.20; vLLM does"
     return reasons

@@ -35,7 +35,13 @@ from quantkit.formats._packed_layers import (
     refuse_stacked,
     write_layers,
 )
-from quantkit.formats._quantization_config import Untouched, quantization_of, refuse_other_dtypes, untouched
+from quantkit.formats._quantization_config import (
+    Untouched,
+    gpus_only,
+    quantization_of,
+    refuse_other_dtypes,
+    untouched,
+)
 from quantkit.formats.compressed_tensors.groups import CLASS, METHOD, groups_of, quantization, refuse_unfound_layers
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
@@ -316,7 +322,8 @@ def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abstr
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
     """Return, by engine, why it cannot load a folder with this `quantization_config`."""
-    return {"vllm": "vLLM computes 4-bit floats on GPUs only"} if scheme_of(stored).kind.bits == 4 else {}
+    scheme = scheme_of(stored)
+    return gpus_only("0.23", f"{scheme.values}/marlin") if scheme.kind.bits == 4 else {}
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:

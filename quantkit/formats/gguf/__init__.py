@@ -80,6 +80,10 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abst
     return write(source, skeleton, run, layout)
 
 
+NOT_IN_VLLM = (
+    "vllm-gguf-plugin 0.0.5 has kernels for GPUs only, and computes Llama models wrongly: it does not undo llama.cpp's "
+    "order of the rows of queries and keys"
+)
 FORMAT = Format(
     name="gguf",
     summary="files for llama.cpp: K-quants, Q8_0, F16, BF16, F32",
@@ -92,6 +96,7 @@ FORMAT = Format(
     check=_check,
     writer=_write,
     weight_files=("*.gguf",),
+    refusals=lambda _quantization: {"vllm": NOT_IN_VLLM},
     recorded_options=recorded_options,
     refuse_tensors=refuse_tensors,
     prepared=prepared,
