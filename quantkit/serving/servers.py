@@ -19,7 +19,7 @@ from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of, older_keys
 from quantkit.records.recipe import ServeSpec, parse
-from quantkit.system.interpreter import inspect_interpreter
+from quantkit.system.interpreter import inspect_interpreter, version_numbers
 from quantkit.system.processor import usable_cores
 
 USUAL_CONTEXT = 4096  # default limit of tokens
@@ -57,13 +57,9 @@ class Server:
         missing, found = inspect_interpreter(python, self.modules)
         if missing:
             return f"{python} lacks {', '.join(missing)} for {self.summary}. {self.install}."
-        if found is not None and _numbers(found) < _numbers(self.oldest):
+        if found is not None and version_numbers(found) < version_numbers(self.oldest):
             return f"{python} has {self.modules[0]} {found}; quantkit needs {self.oldest} or later. {self.install}."
         return None
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 SERVERS = {

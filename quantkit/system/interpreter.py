@@ -41,7 +41,7 @@ def refuse_unmet(python: str, requirements: tuple[str, ...], what: str) -> None:
     for requirement in requirements:
         name, oldest = requirement.split(">=")
         missing, found = inspect_interpreter(python, (name.replace("-", "_"),))
-        if missing or _numbers(found or "") < _numbers(oldest):
+        if missing or version_numbers(found or "") < version_numbers(oldest):
             # Without --no-deps, pip would install another vLLM beside a CPU wheel with its own name.
             raise DependencyError(
                 f"{what} needs {requirement}, and {python} has {'none' if missing else found}. Install it with: "
@@ -49,7 +49,8 @@ def refuse_unmet(python: str, requirements: tuple[str, ...], what: str) -> None:
             )
 
 
-def _numbers(text: str) -> list[int]:
+def version_numbers(text: str) -> list[int]:
+    """Return the first three numbers of a version, to compare versions."""
     return [int(number) for number in re.findall(r"\d+", text)[:3]]
 
 
