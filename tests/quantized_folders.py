@@ -147,7 +147,7 @@ SOURCES = {
     "fp4": _by_transformers(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True),
     "int8": _by_transformers(load_in_8bit=True),
     "gguf": _rounded("gguf", "Q8_0"),
-    "mlx": _rounded("rtn", "4", "mlx", group_size=32),
+    "mlx": _rounded("rtn", "4", "mlx", group_size=32, sym=True),
     "mlx zeros": _rounded("rtn", "3", "mlx", **ZEROS),
 }
 OF_GPT_OSS = {"mxfp4": quantized_bases.save_mxfp4}

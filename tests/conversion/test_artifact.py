@@ -113,7 +113,8 @@ def test_the_manifest_says_what_was_made_from_what(made, tiny):
     assert manifest.bits_per_weight == round(size * 8 / parameters, 4)
     assert manifest.tensor_types == {"float16": 8, "int4": 21}
     by_layer = dict.fromkeys(("target_bpw", "target_kld", "target_bits", "layer_bits"))
-    assert manifest.options == {"group_size": 128, "sym": True, "head_bits": None, **by_layer}
+    more = {"kv_scales": False, "scale_search": False}
+    assert manifest.options == {"group_size": 128, "sym": True, "head_bits": None, **more, **by_layer}
     assert (manifest.recipe.method, manifest.recipe.bits) == ("rtn", "4")
     assert {"quantkit", "torch", "safetensors"} <= set(manifest.versions)
     assert 0 < manifest.weight_error.mean < manifest.weight_error.worst < 0.2

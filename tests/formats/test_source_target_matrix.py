@@ -36,9 +36,10 @@ TARGETS = {
     "awq": "awq compressed-tensors gguf gptq mlx", **dict.fromkeys(("awq auto", "awq 2", "awq 3", "awq 8"), ALL_KINDS),
     "ctranslate2": "ctranslate2", "float": "float", "fp8": "compressed-tensors", "gguf": "gguf",
     "gptq": "gptq awq compressed-tensors gguf mlx", "gptq nvfp4": "compressed-tensors",
-    "gptq mxfp4": "compressed-tensors gguf", "gptq auto": ALL_KINDS, "int8": "compressed-tensors", "keep": ALL_KINDS,
-    "keep mxfp4": "gguf compressed-tensors", "nf4": "bitsandbytes", "rtn": "gptq awq compressed-tensors gguf mlx",
-    "rtn nvfp4": "compressed-tensors", "rtn mxfp4": "compressed-tensors gguf", "rtn auto": ALL_KINDS,
+    "gptq mxfp4": "compressed-tensors gguf mlx", "gptq auto": ALL_KINDS, "int8": "compressed-tensors",
+    "keep": ALL_KINDS, "keep mxfp4": "gguf compressed-tensors mlx", "nf4": "bitsandbytes",
+    "rtn": "gptq awq compressed-tensors gguf mlx",
+    "rtn nvfp4": "compressed-tensors", "rtn mxfp4": "compressed-tensors gguf mlx", "rtn auto": ALL_KINDS,
 }  # fmt: skip
 COLUMNS = [f"{words} {kind}" for words, kinds in TARGETS.items() for kind in kinds.split(" ")]
 # Why a pair is refused; "+": it converts.
@@ -55,34 +56,31 @@ REASONS = {
     "g": "has no GGUF conversion",
     "u": "converter has no loader",
     "w": "give --bits",
-    "x": "holds no experts",
+    "x": "does not load quantized models of the architecture",
     "q": "are no whole multiples of their scales",
     "s": "needs? a? ?multiples? of|does not divide|not a multiple of",
 }
 # By model the signs of its columns from left to right, but for what depends on the source: what CTranslate2 says (of
-# floats "+"), and the six signs of `keep`.
+# floats "+"), and the signs of `keep`.
 ROWS = {
-    "llama": "++++++bb+++bb+++bb+++bz++{floats}++++++++++++bb+++{kept}++++++++++bb++",
-    "llama of odd rows": "s+sss+bbss+bbss+bbss+bz+s{floats}+++ss+sssss+bbss+{kept}+ss+sssss+bbss",
-    "mixtral": "++++x+bb+x+bb+x+bb+x+bz+xu+++++++x++++bb+x+{kept}e++++x++++bb+x",
-    "gpt_oss": "+l++xlbb+xlbb+xlbb+xlbz+xu+l+++l+xll+lbb+xl{kept}+++l+xll+lbb+x",
+    "llama": "++++++bb+++bb+++bb+++bz++{floats}+++++++++++++bb+++{kept}+++++++++++bb++",
+    "llama of odd rows": "s+sss+bbss+bbss+bbss+bz+s{floats}+++ss+ssssss+bbss+{kept}+ss+ssssss+bbss",
+    "mixtral": "++++++bb+++bb+++bb+++bz++u+++++++++++++bb+++{kept}e++++++++++bb++",
+    "gpt_oss": "+l++xlbb+xlbb+xlbb+xlbz+xu+l+++l+xll+xlbb+xl{kept}+++l+xll+xlbb+x",
 }
 KEPT = {
-    "float": "nnnnnnn", "gptq": "+++++ww", "gptq version 2": "+++++ww", "gptq zeros": "++z++ww",
-    "gptq order": "ooo+oww", "awq": "++z++ww", "compressed": "+b+++ww", "compressed zeros": "+bb++ww",
-    **dict.fromkeys(("compressed int8", "compressed fp8", "compressed fp8 blocks", "compressed nvfp4"), "kkkkkkk"),
-    "compressed mxfp4": "wwwww++", "compressed mixed": "vvvvvvv", "fp8": "kkkkkkk", "fp8 tensor": "kkkkkkk",
-    "nf4": "kkkkkkk", "fp4": "kkkkkkk", "int8": "kkkkkkk", "gguf": "nnnnnnn",
-    "mlx": "+++++ww", "mlx zeros": "qqqqqqq", "mxfp4": "kkkkkkk",
+    "float": "nnnnnnnn", "gptq": "+++++www", "gptq version 2": "+++++www", "gptq zeros": "++z++www",
+    "gptq order": "ooo+owww", "awq": "++z++www", "compressed": "+b+++www", "compressed zeros": "+bb++www",
+    **dict.fromkeys(("compressed int8", "compressed fp8", "compressed fp8 blocks", "compressed nvfp4"), "kkkkkkkk"),
+    "compressed mxfp4": "wwwww+++", "compressed mixed": "vvvvvvvv", "fp8": "kkkkkkkk", "fp8 tensor": "kkkkkkkk",
+    "nf4": "kkkkkkkk", "fp4": "kkkkkkkk", "int8": "kkkkkkkk", "gguf": "nnnnnnnn",
+    "mlx": "+++++www", "mlx zeros": "qqqqqqqq", "mxfp4": "kkkkkkkk",
 }  # fmt: skip
 OF_ODD_ROWS = ("float", "compressed int8", "compressed fp8 blocks", "fp8", "nf4", "int8", "gguf")  # which hold 172
 
 
 def signs(model, source):
-    kept = KEPT[source]
-    if model == "mixtral" and kept[4] in "+o":  # MLX
-        kept = f"{kept[:4]}x{kept[5:]}"
-    return ROWS[model].format(floats="+" if source == "float" else "f", kept=kept)
+    return ROWS[model].format(floats="+" if source == "float" else "f", kept=KEPT[source])
 
 
 class Made:
@@ -166,7 +164,8 @@ def kept_values(job, values):
     """Codes stand for the source's own values; all else is rounded to 16 bits, but for norms in GGUF files."""
     assert isinstance(job.source, QuantizedCheckpoint)
     codes, in_gguf = job.source.quantized, job.format.name == "gguf"
-    dtype = torch.bfloat16 if job.recipe.bits == "mxfp4" and not in_gguf else torch.float16
+    scaled = job.recipe.bits == "mxfp4" and job.format.name == "compressed-tensors"
+    dtype = torch.bfloat16 if scaled else torch.float16
     exact = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()}
     same = {n for n, v in exact.items() if n in codes or (in_gguf and (v.ndim == 1 or n.endswith(".gate.weight")))}
     return {name: value if name in same else value.to(dtype).float() for name, value in exact.items()}
@@ -188,7 +187,7 @@ def test_every_target_has_a_column_and_every_source_a_row():
 def rows():
     quick = [("llama", source, False) for source in SOURCES] + [("gpt_oss", source, False) for source in OF_GPT_OSS]
     whole = [("llama", source, True) for source in SOURCES]
-    whole += [("mixtral", source, True) for source in SOURCES if not source.startswith("mlx")]  # which has no experts
+    whole += [("mixtral", source, True) for source in SOURCES]
     whole += [("llama of odd rows", source, True) for source in OF_ODD_ROWS]
     whole += [("gpt_oss", source, True) for source in OF_GPT_OSS]
     return [*quick, *(pytest.param(*row, marks=pytest.mark.slow) for row in whole)]
