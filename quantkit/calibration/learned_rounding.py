@@ -1,10 +1,10 @@
 """Learned rounding: train a block's codes and scales so that its outputs approximate the unquantized block's.
 
-Paper: Cheng et al., SignRound (AutoRound), arXiv:2309.05516: signed gradient descent on rounding offsets and ranges,
-block by block. Differences: training starts from GPTQ's or AWQ's codes instead of plain rounding; inputs come from the
-quantized model, targets from the unquantized one; each token's error is divided by its magnitude; scales are trained
-directly; the result is the state with the least error on held-out calibration sequences, and training ends when that
-error stops falling.
+Inputs come from the quantized model, targets from the unquantized one, and training starts from GPTQ's or AWQ's codes.
+Each token's error is divided by its magnitude. The result is the state with the least error on held-out calibration
+sequences. At 2 and 3 bits positions go through a staircase that sharpens (`learned_codes`). With more bits the steps
+are signed, as in Cheng et al., SignRound (AutoRound), arXiv:2309.05516; scales are trained directly, and training ends
+when the held-out error stops falling.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
+from quantkit.calibration.learned_codes import Sharpening, SoftCodes
 from quantkit.calibration.walk import batch_size
 from quantkit.contracts.method import Job
 from quantkit.errors import RecipeError
@@ -103,6 +104,7 @@ def train(
 
 HELD_OUT = HeldOut(share=8, interval=10, patience=4)
 BATCH_TOKENS = 2048
+FEW_BITS = 3  # codes of a block with a layer of at most so many bits are learned through a staircase
 LEAST_SIZE = 1e-3  # share of the median token's mean square added to every token's
 
 
@@ -112,12 +114,14 @@ class Learned(Strict):
     refine: bool = Field(
         False, description="also learn each block's rounding and tune all scales end to end; better but much slower"
     )
-    refine_steps: int = Field(24, ge=0, le=10_000, description="most training steps per block")
+    refine_steps: int | None = Field(
+        None, ge=0, le=10_000, description="most training steps per block; default: 24, at 2 and 3 bits 64"
+    )
     tune_steps: int = Field(20, ge=0, le=10_000, description="training steps of the scales, end to end")
 
     @property
     def learned(self) -> bool:
-        return self.refine and self.refine_steps > 0
+        return self.refine and self.refine_steps != 0
 
     @property
     def tuned(self) -> bool:
@@ -132,16 +136,33 @@ class Training:
     Both fall linearly to zero. `margin`: least initial distance of a position from the rounding border, in codes.
     """
 
-    steps: int = 60
+    steps: int = 24
     code_rate: float = 0.006
     scale_rate: float = 0.002
     margin: float = 0.02
 
 
+class Latent(Protocol):
+    """One layer under training."""
+
+    def value(self, number: int | None = None) -> torch.Tensor:
+        """Return the weight (N, K) whose gradient step `number` follows; None: the one that would be stored now."""
+
+    def step(self, gradient: torch.Tensor, number: int) -> None:
+        """Take step `number`; `gradient` (N, K) is the loss's gradient w.r.t. `soft`, float32, and may be changed."""
+
+    def keep(self) -> None:
+        """Save the current state as the best one."""
+
+    def finished(self) -> GroupedWeight:
+        """Return the best state."""
+
+
 class _Latent:
     """One layer under training: code = round(position), value = (code - zero) * scale * (1 + stretch)."""
 
-    def __init__(self, layer: GroupedWeight, weight: torch.Tensor, margin: float) -> None:
+    def __init__(self, layer: GroupedWeight, weight: torch.Tensor, training: Training) -> None:
+        self.training, margin = training, training.margin
         self.layer, self.top = layer, (1 << layer.bits) - 1
         self.zero = layer.spread(layer.zeros)
         self.scale = layer.scales.to(torch.float32)
@@ -159,17 +180,18 @@ class _Latent:
     def stored(self) -> torch.Tensor:
         return stored_scale(self.scale * (1 + self.stretch))
 
-    def value(self) -> torch.Tensor:
+    def value(self, _number: int | None = None) -> torch.Tensor:
         return self.codes().sub_(self.zero).mul_(self.layer.spread(self.stored()))
 
-    def step(self, gradient: torch.Tensor, code_rate: float, scale_rate: float) -> None:
-        """Take one signed gradient step; `gradient` (N, K) is the loss's gradient w.r.t. the dequantized weight."""
+    def step(self, gradient: torch.Tensor, number: int) -> None:
+        training = self.training
+        rate = 1 - number / training.steps
         towards = gradient * self.codes().sub_(self.zero)
-        self.stretch.sub_(torch.sign(self.layer.sums(towards)).mul_(self.sign), alpha=scale_rate)
+        self.stretch.sub_(torch.sign(self.layer.sums(towards)).mul_(self.sign), alpha=training.scale_rate * rate)
         # For a negative scale, a larger code is a smaller value.
         up = torch.sign(gradient).mul_(self.layer.spread(self.sign))
         # At most half a code beyond the grid, so that positions can come back.
-        self.position.sub_(up, alpha=code_rate).clamp_(-0.49, self.top + 0.49)
+        self.position.sub_(up, alpha=training.code_rate * rate).clamp_(-0.49, self.top + 0.49)
 
     def keep(self) -> None:
         self.best = (self.position.clone(), self.stretch.clone())
@@ -193,18 +215,29 @@ def refuse_few_sequences(job: Job) -> None:
 
 
 def refine(
-    block: Block, layers: dict[str, GroupedWeight], weights: dict[str, torch.Tensor], training: Training, seed: int
+    block: Block,
+    layers: dict[str, GroupedWeight],
+    weights: dict[str, torch.Tensor],
+    steps: int | None,
+    seed: int,
+    training: Training | Sharpening | None = None,
 ) -> dict[str, GroupedWeight]:
     """Train the codes and scales of `layers`, put the results into the block, and return them by name.
 
-    `weights` are the unquantized weights (N, K) float32. The walk must run the unquantized blocks for all sequences.
-    The block's inputs are unchanged. The order of batches depends only on `seed` and the block's index. With several
-    processes, each trains on its own sequences, and all follow the sum of their gradients.
+    `weights` are the unquantized weights (N, K) float32; they are taken out of the mapping. `steps`: None for the
+    default. The walk must run the unquantized blocks for all sequences. The block's inputs are unchanged. The order of
+    batches depends only on `seed` and the block's index. With several processes, each trains on its own sequences, and
+    all follow the sum of their gradients.
     """
+    if training is None:
+        training = Sharpening() if min(layer.bits for layer in layers.values()) <= FEW_BITS else Training()
+    training = training if steps is None else replace(training, steps=steps)
     student = _BlockStudent(block, layers, weights, training)
     count, length, _ = block.inputs.shape
     batch, seed = max(1, BATCH_TOKENS // length), seed * 1_000_003 + block.index
-    train(student, count, batch, training.steps, HELD_OUT, seed, block.shards)
+    # A staircase is nearly rounding only at the end.
+    held_out = HELD_OUT if isinstance(training, Training) else HeldOut(HELD_OUT.share, max(1, training.steps // 2))
+    train(student, count, batch, training.steps, held_out, seed, block.shards)
     tuned = {name: latent.finished() for name, latent in student.latents.items()}
     for name, layer in tuned.items():
         block.replace(name, layer.dense())
@@ -213,10 +246,21 @@ def refine(
 
 class _BlockStudent:
     def __init__(
-        self, block: Block, layers: dict[str, GroupedWeight], weights: dict[str, torch.Tensor], training: Training
+        self,
+        block: Block,
+        layers: dict[str, GroupedWeight],
+        weights: dict[str, torch.Tensor],
+        training: Training | Sharpening,
     ) -> None:
-        self.latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
-        self._block, self._targets, self._training = block, block.targets(), training
+        self.latents: dict[str, Latent] = {}
+        for name, layer in layers.items():
+            weight = weights.pop(name)
+            if isinstance(training, Training):
+                self.latents[name] = _Latent(layer, weight, training)
+            else:
+                self.latents[name] = SoftCodes(layer, weight, training)
+        self._block, self._targets = block, block.targets()
+        self._stale = False  # whether the block's weights are not those that would be stored
 
     def _loss(self, sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         exact = self._targets.select(sequences).to(self._block.device)
@@ -227,20 +271,27 @@ class _BlockStudent:
         return (error / (size + LEAST_SIZE * size.median())).mean()
 
     def measure(self, sequences: list[int]) -> float:
+        if self._stale:
+            self._place(None)
         with torch.no_grad():
             return float(self._loss(sequences, {}))
 
+    def _place(self, number: int | None) -> None:
+        for name, latent in self.latents.items():
+            self._block.replace(name, latent.value(number))
+        self._stale = number is not None
+
     def step(self, number: int, sequences: list[int], first: float) -> None:
-        block, training = self._block, self._training
+        block = self._block
+        self._place(number)
         parameters = {name: block.linears[name].weight.detach().requires_grad_() for name in self.latents}
         loss = self._loss(sequences, parameters) / max(first, 1e-30)
-        rate = 1 - number / training.steps
-        gradients = torch.autograd.grad(loss, list(parameters.values()))
-        for (name, latent), gradient in zip(self.latents.items(), gradients, strict=True):
-            gradient = gradient.to(torch.float32).contiguous()
-            block.shards.sum(gradient)  # only signs are used
-            latent.step(gradient, training.code_rate * rate, training.scale_rate * rate)
-            block.replace(name, latent.value())
+        gradients = list(torch.autograd.grad(loss, list(parameters.values())))
+        del parameters, loss
+        for latent in reversed(self.latents.values()):
+            gradient = gradients.pop().to(torch.float32).contiguous()
+            block.shards.sum(gradient)  # steps do not depend on its size
+            latent.step(gradient, number)
         block.trimmer.trim()
 
     def keep(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
-from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
+from quantkit.calibration.learned_rounding import Learned, refine, refuse_few_sequences
 from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
@@ -334,7 +334,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
                 for names in groups:
                     _quantize_group(job, block, values, layers, LinearGroup(names, hessians.pop(names[0])))
             if options.learned:
-                layers = refine(block, layers, scaled, Training(options.refine_steps), job.recipe.seed)
+                layers = refine(block, layers, scaled, options.refine_steps, job.recipe.seed)
             for name, value in values.items():
                 writer.add(name, value)
             for name, layer in layers.items():

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
-from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
+from quantkit.calibration.learned_rounding import Learned, refine, refuse_few_sequences
 from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
@@ -345,7 +345,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
                 weights = {
                     name: load(job.source, job.skeleton, name).to(block.device, torch.float32) for name in layers
                 }
-                layers = refine(block, layers, weights, Training(options.refine_steps), job.recipe.seed)
+                layers = refine(block, layers, weights, options.refine_steps, job.recipe.seed)
             for name, layer in layers.items():
                 writer.add(name, layer.cpu())
             writer.finish_block(block.index)

@@ -7,6 +7,7 @@ from tiny_llama import SEQUENCES, calibration_ids, job_for, plain_model
 
 from quantkit.calibration import scale_tuning as module
 from quantkit.calibration.activations import Activations
+from quantkit.calibration.learned_codes import BETAS, Sharpening
 from quantkit.calibration.learned_rounding import HeldOut, Training, _Latent, refine, train
 from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.walk import walk
@@ -32,7 +33,7 @@ def random_layer(symmetric):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_step_follows_the_signs_that_autograd_gives(symmetric):
     weight, layer = random_layer(symmetric)
-    latent = _Latent(layer, weight, margin=0.1)
+    latent = _Latent(layer, weight, Training(1, 0.01, 0.001, margin=0.1))
     position = latent.position.clone().requires_grad_()
     stretch = torch.zeros_like(latent.stretch, requires_grad=True)
     scale = (latent.scale * (1 + stretch)).repeat_interleave(GROUP, 1)
@@ -42,7 +43,7 @@ def test_a_step_follows_the_signs_that_autograd_gives(symmetric):
     loss = (value - weight).pow(2).sum() + value.sum()
     gradient = torch.autograd.grad(loss, value, retain_graph=True)[0]
     loss.backward()
-    latent.step(gradient, 0.01, 0.001)
+    latent.step(gradient, 0)
     assert torch.allclose(latent.position, (position - 0.01 * position.grad.sign()).clamp(-0.49, 15.49).detach())
     assert torch.allclose(latent.stretch, -0.001 * stretch.grad.sign())
 
@@ -67,11 +68,12 @@ def block_error(block, targets):
     return float(((out - targets.float()).square().mean(-1) / targets.float().square().mean(-1)).mean())
 
 
-def test_the_block_comes_nearer_to_the_exact_one(rounded_block):
+@pytest.mark.parametrize("training", [Training(40, 0.01, 0.004), Sharpening(40)])
+def test_the_block_comes_nearer_to_the_exact_one(rounded_block, training):
     block, layers, weights = rounded_block
     targets = block.targets().read().clone()
     before = block_error(block, targets)
-    refined = refine(block, layers, weights, Training(40, code_rate=0.01, scale_rate=0.004, margin=0.02), seed=0)
+    refined = refine(block, layers, weights, None, 0, training)
     assert block_error(block, targets) < 0.85 * before
     for name, layer in refined.items():
         assert torch.equal(block.linears[name].weight, layer.dense().bfloat16())
@@ -80,9 +82,10 @@ def test_the_block_comes_nearer_to_the_exact_one(rounded_block):
     assert any(bool((refined[name].codes != layers[name].codes).any()) for name in layers)
 
 
-def test_a_solution_that_training_only_harms_is_given_back(rounded_block):
+@pytest.mark.parametrize("training", [Training(code_rate=3.0, scale_rate=0.9), Sharpening(scale_rate=0.9)])
+def test_a_solution_that_training_only_harms_is_given_back(rounded_block, training):
     block, layers, weights = rounded_block
-    refined = refine(block, layers, weights, Training(10, code_rate=3.0, scale_rate=0.9), seed=0)
+    refined = refine(block, layers, weights, 10, 0, training)
     for name, layer in layers.items():
         assert torch.equal(refined[name].codes, layer.codes)
         assert torch.equal(refined[name].scales, layer.scales)
@@ -169,7 +172,7 @@ def test_a_solution_is_where_training_starts_even_off_the_nearest_code():
     weight, layer = random_layer(True)
     moved = replace(layer, codes=(layer.codes + 1).clamp(max=15))
     for start in (layer, moved):
-        assert torch.equal(_Latent(start, weight, margin=0.1).value(), start.dense())
+        assert torch.equal(_Latent(start, weight, Training(margin=0.1)).value(), start.dense())
 
 
 def rounded(job):
@@ -255,7 +258,7 @@ def test_adam_steps_are_those_of_torch(bits, pace):
     layer = round_layer(torch.randn(3, 32, generator=torch.Generator().manual_seed(1)), bits, 8, True)
     scales = module._Scales(layer)
     parameter = torch.nn.Parameter(torch.zeros(3, 4))
-    adam = torch.optim.Adam([parameter], lr=0.01 * pace, betas=module.BETAS, eps=1e-12)
+    adam = torch.optim.Adam([parameter], lr=0.01 * pace, betas=BETAS, eps=1e-12)
     generator = torch.Generator().manual_seed(0)
     for count in range(1, 6):
         parameter.grad = torch.randn(3, 4, generator=generator)
