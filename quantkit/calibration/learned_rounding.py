@@ -18,7 +18,7 @@ from pydantic import Field
 from quantkit.calibration.block import Block
 from quantkit.calibration.learned_codes import Sharpening, SoftCodes
 from quantkit.calibration.walk import batch_size
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import Job, Shapes
 from quantkit.errors import RecipeError
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.quantized_weight import GroupedWeight
@@ -212,6 +212,11 @@ def refuse_few_sequences(job: Job) -> None:
             f"learned rounding holds out one calibration sequence in {HELD_OUT.share} and needs {least} or more{each}; "
             f"only {asked.sequences} were given. Give more sequences, or leave refine out."
         )
+
+
+def learning_bytes(shapes: Shapes) -> int:
+    """Return the forecast of training's peak memory in bytes: three numbers a weight, gradients, one layer's step."""
+    return 24 * shapes.block_parameters
 
 
 def refine(
