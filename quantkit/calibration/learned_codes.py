@@ -1,4 +1,4 @@
-"""Learned codes at few bits: positions trained through a staircase that sharpens from a slope to rounding.
+"""Learned codes: positions trained through a staircase that sharpens from a slope to rounding.
 
 The staircase is that of DSQ (Gong et al., arXiv:1908.05033): exact at every code, smooth between. While it is smooth,
 a weight moves between codes in small steps that its gradient decides; as it sharpens, the weights near codes settle

@@ -31,10 +31,25 @@ def test_the_staircase_is_exact_at_codes_rises_and_has_this_slope(top, sharpness
     assert torch.allclose(staircase(places.detach()[far], top, 200.0)[0], places.detach()[far].round(), atol=1e-4)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_a_step_is_adams_on_the_gradients_that_autograd_gives(symmetric):
+def rounded(symmetric):
+    """A layer and its weight; every second row of a symmetric one has negative scales."""
     weight = drawn(6, 64) * 0.1
     layer = round_layer(weight, 3, 32, symmetric)
+    if symmetric:
+        layer.codes[::2], layer.scales[::2] = (8 - layer.codes[::2].int()).clamp(max=7).byte(), -layer.scales[::2]
+    return weight, layer
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_training_starts_at_the_layers_codes_even_off_the_nearest(symmetric):
+    weight, layer = rounded(symmetric)
+    for start in (layer, replace(layer, codes=(layer.codes + 1).clamp(max=7))):
+        assert torch.equal(SoftCodes(start, weight, Sharpening()).value(), start.dense())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_step_is_adams_on_the_gradients_that_autograd_gives(symmetric):
+    weight, layer = rounded(symmetric)
     training = Sharpening(steps=10, warm_up=1)
     soft = SoftCodes(layer, weight, training)
     position = soft.position.clone().requires_grad_()
