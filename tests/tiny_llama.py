@@ -95,9 +95,10 @@ def calibration(length=LENGTH):
     return CalibrationSpec(text=str(ARTICLES), sequences=SEQUENCES, length=length)
 
 
-def job_for(folder, method, out=Path(), length=LENGTH, **options):
+def job_for(folder, method, out=Path(), length=LENGTH, bits=None, **options):
     """A prepared and checked job and a run into `out`, as `walk` and the methods' inner functions want them."""
-    job = prepare(ConvertRecipe(model=str(folder), method=method, options=options, calibration=calibration(length)))
+    text = calibration(length)
+    job = prepare(ConvertRecipe(model=str(folder), method=method, bits=bits, options=options, calibration=text))
     trial = trial_of(job, out)
     trial.check()
     return trial

@@ -1,10 +1,8 @@
 """Learned rounding: train a block's codes and scales so that its outputs approximate the unquantized block's.
 
-Paper: Cheng et al., SignRound (AutoRound), arXiv:2309.05516: signed gradient descent on rounding offsets and ranges,
-block by block. Differences: training starts from GPTQ's or AWQ's codes instead of plain rounding; inputs come from the
-quantized model, targets from the unquantized one; each token's error is divided by its magnitude; scales are trained
-directly; the result is the state with the least error on held-out calibration sequences, and training ends when that
-error stops falling.
+Inputs come from the quantized model, targets from the unquantized one, and training starts from GPTQ's or AWQ's codes.
+Each token's error is divided by its magnitude. The result is the state with the least error on held-out calibration
+sequences. Codes go through a staircase that sharpens (`learned_codes`).
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
+from quantkit.calibration.learned_codes import Sharpening, SoftCodes
 from quantkit.calibration.walk import batch_size
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import Job, Shapes
 from quantkit.errors import RecipeError
-from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.records.recipe import Strict
 from quantkit.system.ranks import Shards
@@ -27,14 +25,10 @@ from quantkit.system.ranks import Shards
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out validation: one sequence in `share` is held out; its loss is measured every `interval` steps.
-
-    With `patience`, training stops in its second half after that many measurements in a row without a new best.
-    """
+    """Held-out validation: one sequence in `share` is held out; its loss is measured every `interval` steps."""
 
     share: int
     interval: int
-    patience: int | None = None
 
 
 class Student(Protocol):
@@ -56,7 +50,7 @@ class Student(Protocol):
 def train(
     student: Student, sequences: int, batch: int, steps: int, held_out: HeldOut, seed: int, shards: Shards
 ) -> None:
-    """Train `student` for at most `steps` steps on batches of `batch` of its `sequences` sequences.
+    """Train `student` for `steps` steps on batches of `batch` of its `sequences` sequences.
 
     The order depends only on `seed` and the counts. With several processes, each has its own `sequences` and its share
     of `batch`; losses are averaged over all processes. All processes call `measure` and `step` equally often, so one
@@ -81,28 +75,23 @@ def train(
     first = best = held_out_loss()
     generator = torch.Generator().manual_seed(seed)
     queue: list[int] = []
-    worse = 0
     for number in range(steps):
         if len(queue) < batch:
             queue = [trained[i] for i in torch.randperm(len(trained), generator=generator).tolist()]
         student.step(number, queue[:batch], first)
         queue = queue[batch:]
-        done = number + 1 == steps
-        if done or (number + 1) % held_out.interval == 0:
+        if number + 1 == steps or (number + 1) % held_out.interval == 0:
             loss = held_out_loss()
-            worse += 1
             if loss < best:
-                best, worse = loss, 0
+                best = loss
                 student.keep()
-            out_of_patience = held_out.patience is not None and worse >= held_out.patience
-            done = done or (out_of_patience and number >= steps // 2)
         student.report(first, best)
-        if done:
-            break
 
 
-HELD_OUT = HeldOut(share=8, interval=10, patience=4)
+HELD_OUT = 8  # one calibration sequence in so many
 BATCH_TOKENS = 2048
+SHARPENING = Sharpening()
+STEPS, FEW_BITS, STEPS_OF_FEW = 24, 3, 64  # of a block; of one with a layer of at most so many bits
 LEAST_SIZE = 1e-3  # share of the median token's mean square added to every token's
 
 
@@ -112,99 +101,61 @@ class Learned(Strict):
     refine: bool = Field(
         False, description="also learn each block's rounding and tune all scales end to end; better but much slower"
     )
-    refine_steps: int = Field(24, ge=0, le=10_000, description="most training steps per block")
+    refine_steps: int | None = Field(
+        None, ge=0, le=10_000, description="training steps per block; default: 24, at 2 and 3 bits 64"
+    )
     tune_steps: int = Field(20, ge=0, le=10_000, description="training steps of the scales, end to end")
 
     @property
     def learned(self) -> bool:
-        return self.refine and self.refine_steps > 0
+        return self.refine and self.refine_steps != 0
 
     @property
     def tuned(self) -> bool:
         return self.refine and self.tune_steps > 0
 
 
-@dataclass(frozen=True)
-class Training:
-    """Hyperparameters of learned rounding.
-
-    `code_rate`: initial step size of a position, in codes; `scale_rate`: initial step size of a scale, relative to it.
-    Both fall linearly to zero. `margin`: least initial distance of a position from the rounding border, in codes.
-    """
-
-    steps: int = 60
-    code_rate: float = 0.006
-    scale_rate: float = 0.002
-    margin: float = 0.02
-
-
-class _Latent:
-    """One layer under training: code = round(position), value = (code - zero) * scale * (1 + stretch)."""
-
-    def __init__(self, layer: GroupedWeight, weight: torch.Tensor, margin: float) -> None:
-        self.layer, self.top = layer, (1 << layer.bits) - 1
-        self.zero = layer.spread(layer.zeros)
-        self.scale = layer.scales.to(torch.float32)
-        codes = layer.codes.to(torch.float32)
-        # The unquantized weight's position, moved to the solution's side of the border.
-        plain = weight / layer.spread(self.scale) + self.zero
-        self.position = torch.minimum(torch.maximum(plain, codes - 0.5 + margin), codes + 0.5 - margin)
-        self.stretch = torch.zeros_like(self.scale)
-        self.sign = self.scale.sign()
-        self.best = (self.position.clone(), self.stretch.clone())
-
-    def codes(self) -> torch.Tensor:
-        return self.position.round().clamp_(0, self.top)
-
-    def stored(self) -> torch.Tensor:
-        return stored_scale(self.scale * (1 + self.stretch))
-
-    def value(self) -> torch.Tensor:
-        return self.codes().sub_(self.zero).mul_(self.layer.spread(self.stored()))
-
-    def step(self, gradient: torch.Tensor, code_rate: float, scale_rate: float) -> None:
-        """Take one signed gradient step; `gradient` (N, K) is the loss's gradient w.r.t. the dequantized weight."""
-        towards = gradient * self.codes().sub_(self.zero)
-        self.stretch.sub_(torch.sign(self.layer.sums(towards)).mul_(self.sign), alpha=scale_rate)
-        # For a negative scale, a larger code is a smaller value.
-        up = torch.sign(gradient).mul_(self.layer.spread(self.sign))
-        # At most half a code beyond the grid, so that positions can come back.
-        self.position.sub_(up, alpha=code_rate).clamp_(-0.49, self.top + 0.49)
-
-    def keep(self) -> None:
-        self.best = (self.position.clone(), self.stretch.clone())
-
-    def finished(self) -> GroupedWeight:
-        self.position, self.stretch = self.best
-        return replace(self.layer, codes=self.codes().to(torch.uint8), scales=self.stored().to(torch.float16))
-
-
 def refuse_few_sequences(job: Job) -> None:
     """Raise RecipeError if any process would have too few calibration sequences to hold some out."""
-    asked, shards, least = job.recipe.calibration, job.shards, 2 * HELD_OUT.share
+    asked, shards, least = job.recipe.calibration, job.shards, 2 * HELD_OUT
     batch = batch_size(asked.length)
     bounds = (shards.sequences(asked.sequences, batch, rank) for rank in range(shards.size))
     if min(stop - first for first, stop in bounds) < least:
         each = f" in each of {shards.size} processes, in whole batches of {batch}" if shards.size > 1 else ""
         raise RecipeError(
-            f"learned rounding holds out one calibration sequence in {HELD_OUT.share} and needs {least} or more{each}; "
+            f"learned rounding holds out one calibration sequence in {HELD_OUT} and needs {least} or more{each}; "
             f"only {asked.sequences} were given. Give more sequences, or leave refine out."
         )
 
 
+def learning_bytes(shapes: Shapes) -> int:
+    """Return the forecast of training's peak memory in bytes: three numbers a weight, gradients, one layer's step."""
+    return 24 * shapes.block_parameters
+
+
 def refine(
-    block: Block, layers: dict[str, GroupedWeight], weights: dict[str, torch.Tensor], training: Training, seed: int
+    block: Block,
+    layers: dict[str, GroupedWeight],
+    weights: dict[str, torch.Tensor],
+    steps: int | None,
+    seed: int,
+    training: Sharpening = SHARPENING,
 ) -> dict[str, GroupedWeight]:
     """Train the codes and scales of `layers`, put the results into the block, and return them by name.
 
-    `weights` are the unquantized weights (N, K) float32. The walk must run the unquantized blocks for all sequences.
-    The block's inputs are unchanged. The order of batches depends only on `seed` and the block's index. With several
-    processes, each trains on its own sequences, and all follow the sum of their gradients.
+    `weights` are the unquantized weights (N, K) float32; they are taken out of the mapping. `steps`: None for the
+    default. The walk must run the unquantized blocks for all sequences. The block's inputs are unchanged. The order of
+    batches depends only on `seed` and the block's index. With several processes, each trains on its own sequences, and
+    all follow the sum of their gradients.
     """
-    student = _BlockStudent(block, layers, weights, training)
+    if steps is None:
+        steps = STEPS_OF_FEW if min(layer.bits for layer in layers.values()) <= FEW_BITS else STEPS
+    student = _BlockStudent(block, layers, weights, replace(training, steps=steps))
     count, length, _ = block.inputs.shape
     batch, seed = max(1, BATCH_TOKENS // length), seed * 1_000_003 + block.index
-    train(student, count, batch, training.steps, HELD_OUT, seed, block.shards)
+    # The staircase is nearly rounding only at the end.
+    held_out = HeldOut(HELD_OUT, max(1, steps // 2))
+    train(student, count, batch, steps, held_out, seed, block.shards)
     tuned = {name: latent.finished() for name, latent in student.latents.items()}
     for name, layer in tuned.items():
         block.replace(name, layer.dense())
@@ -213,10 +164,15 @@ def refine(
 
 class _BlockStudent:
     def __init__(
-        self, block: Block, layers: dict[str, GroupedWeight], weights: dict[str, torch.Tensor], training: Training
+        self,
+        block: Block,
+        layers: dict[str, GroupedWeight],
+        weights: dict[str, torch.Tensor],
+        training: Sharpening,
     ) -> None:
-        self.latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
-        self._block, self._targets, self._training = block, block.targets(), training
+        self.latents = {name: SoftCodes(layer, weights.pop(name), training) for name, layer in layers.items()}
+        self._block, self._targets = block, block.targets()
+        self._stale = False  # whether the block's weights are not those that would be stored
 
     def _loss(self, sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         exact = self._targets.select(sequences).to(self._block.device)
@@ -227,20 +183,27 @@ class _BlockStudent:
         return (error / (size + LEAST_SIZE * size.median())).mean()
 
     def measure(self, sequences: list[int]) -> float:
+        if self._stale:
+            self._place(None)
         with torch.no_grad():
             return float(self._loss(sequences, {}))
 
+    def _place(self, number: int | None) -> None:
+        for name, latent in self.latents.items():
+            self._block.replace(name, latent.value(number))
+        self._stale = number is not None
+
     def step(self, number: int, sequences: list[int], first: float) -> None:
-        block, training = self._block, self._training
+        block = self._block
+        self._place(number)
         parameters = {name: block.linears[name].weight.detach().requires_grad_() for name in self.latents}
         loss = self._loss(sequences, parameters) / max(first, 1e-30)
-        rate = 1 - number / training.steps
-        gradients = torch.autograd.grad(loss, list(parameters.values()))
-        for (name, latent), gradient in zip(self.latents.items(), gradients, strict=True):
-            gradient = gradient.to(torch.float32).contiguous()
-            block.shards.sum(gradient)  # only signs are used
-            latent.step(gradient, training.code_rate * rate, training.scale_rate * rate)
-            block.replace(name, latent.value())
+        gradients = list(torch.autograd.grad(loss, list(parameters.values())))
+        del parameters, loss
+        for latent in reversed(self.latents.values()):
+            gradient = gradients.pop().to(torch.float32).contiguous()
+            block.shards.sum(gradient)  # steps do not depend on its size
+            latent.step(gradient, number)
         block.trimmer.trim()
 
     def keep(self) -> None:

@@ -1,7 +1,7 @@
 """Tune scales end to end: with fixed codes, bring the quantized model's outputs close to the source's.
 
 Minimizes the Kullback-Leibler divergence of the quantized model's next-token distribution from the source's on the
-calibration text, over the scales of all layers at once, by Adam (Kingma and Ba, arXiv:1412.6980). End-to-end training
+calibration text, over the scales of all layers at once, by Adam. End-to-end training
 of step sizes is the second phase of EfficientQAT (Chen et al., arXiv:2407.11062); here the source's distribution is the
 target instead of the text's tokens. One decoder block is in memory at a time: the forward pass stores each block's
 inputs, and the backward pass runs each block again.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
+from quantkit.calibration.learned_codes import Adam
 from quantkit.calibration.learned_rounding import HeldOut, train
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
@@ -35,7 +36,6 @@ PASS_TOKENS = 1024  # tokens of a batch that pass a block together
 HEAD_TOKENS = 256  # tokens whose logits are in memory
 SLAB_ELEMENTS = 1 << 19  # logits processed at a time, so that they stay in the processor's cache
 WARM_UP = 5  # steps until the full rate
-BETAS = (0.9, 0.95)
 
 Values = Callable[[str], Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]]
 
@@ -54,7 +54,7 @@ class _Scales:
     def __init__(self, layer: GroupedWeight) -> None:
         self.scale = layer.scales.to(torch.float32)
         self.pace = 2.0 ** max(0, 4 - layer.bits)  # relative distance of codes, compared with 4 bits
-        self.stretch, self.first, self.second = (torch.zeros_like(self.scale) for _ in range(3))
+        self.stretch, self._adam = torch.zeros_like(self.scale), Adam(self.scale)
         self.best = self.stretch.clone()
 
     def stored(self) -> torch.Tensor:
@@ -62,11 +62,7 @@ class _Scales:
 
     def step(self, gradient: torch.Tensor, rate: float, count: int) -> None:
         """Take Adam's step number `count` (from 1); `gradient` (N, G) is the loss's gradient w.r.t. `stretch`."""
-        self.first.lerp_(gradient, 1 - BETAS[0])
-        self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-        mean = self.first / (1 - BETAS[0] ** count)
-        size = (self.second / (1 - BETAS[1] ** count)).sqrt_()
-        self.stretch.sub_(mean / (size + 1e-12), alpha=rate * self.pace)
+        self.stretch.sub_(self._adam.direction(gradient, count), alpha=rate * self.pace)
 
 
 class _ScaleStudent:

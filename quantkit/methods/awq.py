@@ -18,7 +18,7 @@ from pydantic import Field
 
 from quantkit.calibration.block import Block
 from quantkit.calibration.kv_scales import add_kv_scales
-from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
+from quantkit.calibration.learned_rounding import Learned, learning_bytes, refine, refuse_few_sequences
 from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
@@ -213,6 +213,8 @@ def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory
     with_feedback = job.options.rounding == "gptq"
     squares = max(2 * squares, 9 * 4 * shapes.widest**2) if with_feedback else 2 * squares
     work = squares + 4 * shapes.block_parameters + 10 * 4 * shapes.largest_layer
+    if job.options.learned:
+        work = max(work, learning_bytes(shapes))
     if job.options.tuned:
         work = max(work, tuning_bytes(shapes))
     return PeakMemory(streams(job, shapes, _exact_share(job.options)), with_feedback, work)
@@ -335,7 +337,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
                 for names in groups:
                     _quantize_group(job, block, values, layers, LinearGroup(names, hessians.pop(names[0])))
             if options.learned:
-                layers = refine(block, layers, scaled, Training(options.refine_steps), job.recipe.seed)
+                layers = refine(block, layers, scaled, options.refine_steps, job.recipe.seed)
             for name, value in values.items():
                 writer.add(name, value)
             for name, layer in layers.items():

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from quantkit.calibration.block import Block
 from quantkit.calibration.kv_scales import add_kv_scales
-from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
+from quantkit.calibration.learned_rounding import Learned, learning_bytes, refine, refuse_few_sequences
 from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
@@ -284,8 +284,10 @@ def feedback_bytes(shapes: Shapes, device: str, gptaq: bool = True) -> int:
 def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory:
     options = job.options
     work = feedback_bytes(shapes, job.device, options.gptaq)
-    if options.refine:  # weights, positions, their best and their gradients in float32
-        work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tuned else 0)
+    if options.learned:
+        work = max(work, learning_bytes(shapes))
+    if options.tuned:
+        work = max(work, tuning_bytes(shapes))
     return PeakMemory(streams(job, shapes, exact_share(options)), options.true_sequential, work)
 
 
@@ -348,7 +350,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
                 weights = {
                     name: load(job.source, job.skeleton, name).to(block.device, torch.float32) for name in layers
                 }
-                layers = refine(block, layers, weights, Training(options.refine_steps), job.recipe.seed)
+                layers = refine(block, layers, weights, options.refine_steps, job.recipe.seed)
             for name, layer in layers.items():
                 writer.add(name, layer.cpu())
             writer.finish_block(block.index)

@@ -29,21 +29,24 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(scale_tuning, "Tuning", partial(scale_tuning.Tuning, rate=5e-3))
 
 
-def seeded(model, method, seed, folder, **options):
+def seeded(model, method, seed, folder, bits="4", **options):
     """A job with another seed, on the tokens that seed 0 draws."""
     folder.mkdir(parents=True, exist_ok=True)
-    trial = job_for(model, method, folder, length=LENGTH, **options)
+    trial = job_for(model, method, folder, length=LENGTH, bits=bits, **options)
     recipe = trial.job.recipe.model_copy(update={"seed": seed})
     trial.job = replace(trial.job, calibration=tokens_of(trial.job), recipe=recipe)
     return trial
 
 
-@pytest.mark.parametrize(("method", "what"), [("gptq", "rounding"), ("gptq", "scales"), ("awq", "rounding")])
-def test_what_is_learned_depends_on_the_recipes_seed(method, what, one_block, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "bits", "what"),
+    [("gptq", "4", "rounding"), ("gptq", "2", "rounding"), ("gptq", "4", "scales"), ("awq", "4", "rounding")],
+)
+def test_what_is_learned_depends_on_the_recipes_seed(method, bits, what, one_block, tmp_path):
     made = []
     for number, seed in enumerate((0, 0, 1)):
         options = {"refine": True, "group_size": 32, **LEARNED[what], **POOR[method]}
-        trial = seeded(one_block, method, seed, tmp_path / str(number), **options)
+        trial = seeded(one_block, method, seed, tmp_path / str(number), bits, **options)
         trial.write()
         made.append(load_file(trial.folder / "model.safetensors"))
     first, same, other = made
