@@ -1,4 +1,4 @@
-"""mlx-lm: an artifact of the format mlx."""
+"""mlx-lm: an artifact of the format mlx, in the file's own float16 (bfloat16 would round scales and biases)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from engine import arguments, prompt_ids, whole
-from mlx.utils import tree_map
 from mlx_lm.utils import load_model
 
 
@@ -15,8 +14,6 @@ def main() -> None:
     """Load and run the prompt."""
     asked = arguments()
     model, _ = load_model(Path(asked.model))
-    kind = getattr(mx, asked.dtype)
-    model.update(tree_map(lambda v: v.astype(kind) if mx.issubdtype(v.dtype, mx.floating) else v, model.parameters()))
     whole(asked, np.array(model(mx.array([prompt_ids(asked)]))[0].astype(mx.float32)))
     print("kernel: MLX")
 
