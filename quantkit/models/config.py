@@ -201,7 +201,8 @@ def older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             every.setdefault(key, rope[key])
     if rope:
         every.setdefault("rope_scaling", None if rope.get("rope_type", "default") == "default" else rope)
-    return {key: value for key, value in every.items() if key not in {*config, *PreTrainedConfig().to_dict()}}
+    known = {*config, *PreTrainedConfig().to_dict()}
+    return {key: value for key, value in every.items() if key not in known}
 
 
 def padding_fix(config: Mapping[str, Any]) -> str:

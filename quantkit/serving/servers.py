@@ -48,9 +48,10 @@ class Server:
     oldest: str = "0"
 
     def refusal(self, model: Model) -> str | None:
-        if self.loader == "mlx" and model.format != "mlx" and "rope_theta" in older_keys(model.config):
+        reason = refusal(self.loader, find_format(model.format), quantization_of(model.folder))
+        if reason is None and self.loader == "mlx" != model.format and "rope_theta" in older_keys(model.config):
             return "mlx-lm reads rope_theta, which its config.json has under a newer name. Convert it with --format mlx"
-        return refusal(self.loader, find_format(model.format), quantization_of(model.folder))
+        return reason
 
     def shortfall(self, python: str) -> str | None:
         """Return what a Python interpreter lacks to start this server, with the command that installs it, or None."""
@@ -175,11 +176,11 @@ def choose_server(model: Model, name: str | None, python: str) -> Server:
     UnsupportedError, or DependencyError if the interpreter cannot be run.
     """
     if name is None:
-        able = [server for server in SERVERS.values() if server.modules and not server.refusal(model)]
-        alike = [server for server in able if server.loader == able[0].loader]
-        if alike:
-            return next((server for server in alike if len(alike) > 1 and not server.shortfall(python)), alike[0])
-        reasons = (f"{server.summary}: {server.refusal(model)}" for server in SERVERS.values() if server.modules)
+        started = [server for server in SERVERS.values() if server.modules]
+        if first := next((server for server in started if not server.refusal(model)), None):
+            alike = [server for server in started if server.loader == first.loader]
+            return next((server for server in alike if len(alike) > 1 and not server.shortfall(python)), first)
+        reasons = (f"{server.summary}: {server.refusal(model)}" for server in started)
         raise UnsupportedError(f"no server that quantkit starts can load {model.label}. {'. '.join(reasons)}.")
     if name not in SERVERS:
         raise RecipeError(f"unknown server {name!r}.{near_miss(name, SERVERS)} Known: {', '.join(SERVERS)}.")
