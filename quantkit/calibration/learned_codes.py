@@ -1,9 +1,9 @@
 """Learned codes: positions trained through a staircase that sharpens from a slope to rounding.
 
-The staircase is that of DSQ (Gong et al., arXiv:1908.05033): exact at every code, smooth between. While it is smooth,
-a weight moves between codes in small steps that its gradient decides; as it sharpens, the weights near codes settle
-first. GSQ (Dadgarnia et al., arXiv:2604.18556) anneals a softmax over each weight's codes for the same purpose, with
-one logit a code and Gumbel noise; here one number a weight and no noise do, for half of its time a step.
+The staircase comes from DSQ (Gong et al., arXiv:1908.05033). It is exact at every code and smooth between codes. While
+it is smooth, gradients move a weight between codes in small steps. As it sharpens, the weights near codes settle first.
+GSQ (Dadgarnia et al., arXiv:2604.18556) anneals a softmax over each weight's codes for the same purpose, with a logit
+for each code and Gumbel noise. Here each weight has one number and no noise, and a step takes half the time.
 """
 
 from __future__ import annotations

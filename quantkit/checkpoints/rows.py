@@ -1,6 +1,6 @@
 """Conversion of stored floats with numpy alone, and tensors that are read some rows at a time.
 
-numpy has no bfloat16, so its bits are read as uint16. Dtype names are those of safetensors, such as BF16.
+numpy has no bfloat16, so its bits are read as uint16. Dtype names follow safetensors, such as BF16.
 """
 
 from __future__ import annotations

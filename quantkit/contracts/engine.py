@@ -129,7 +129,7 @@ class LoadedModel(Protocol):
         """Yield the logits (n, V) of the scored positions of all windows, in order, a few positions at a time.
 
         They are log-probabilities if the engine returns only those. No piece crosses the end of a window. If the engine
-        returns logits in parts, those of a whole window are never in memory.
+        returns logits in parts, so a whole window's logits are never in memory.
         """
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:

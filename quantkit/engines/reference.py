@@ -247,7 +247,7 @@ class WalkedModel(TorchModel):
         yield module.to(self._spec.device)  # its buffers
 
     def _behind(self) -> PreTrainedModel:
-        """Return the model with all weights except those of its blocks, embeddings and output layer."""
+        """Return the model with the weights outside its blocks, embeddings and output layer."""
         model = copy.deepcopy(self._skeleton.model)
         ends = model.get_input_embeddings(), model.get_output_embeddings(), *tables(model).values()
         without = {id(value) for layer in ends for value in layer.parameters()}
