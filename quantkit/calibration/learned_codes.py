@@ -9,12 +9,12 @@ for each code and Gumbel noise. Here each weight has one number and no noise, an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
 from quantkit.numerics.grid import stored_scale
-from quantkit.numerics.quantized_weight import GroupedWeight
 
 BETAS = (0.9, 0.95)
 
@@ -67,41 +67,93 @@ def staircase(position: torch.Tensor, top: int, sharpness: float) -> tuple[torch
     return across.div_(2 * most).add_(0.5).add_(below), slope
 
 
-class SoftCodes:
-    """One layer under training: value = (staircase(position) - zero) * scale * (1 + stretch)."""
+@runtime_checkable
+class Tunable(Protocol):
+    """A quantized weight (N, K) whose values are linear in its float16 factors."""
 
-    def __init__(self, layer: GroupedWeight, weight: torch.Tensor, training: Sharpening) -> None:
+    @property
+    def bits(self) -> int:
+        """Return the number of bits of a code."""
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """Return the codes, uint8 (N, K), or of any shape where they cannot be trained."""
+
+    @property
+    def factors(self) -> torch.Tensor:
+        """Return the factors, float32 (N, F); each scales a part of the values."""
+
+    def dense(self) -> torch.Tensor:
+        """Return the values, float32 (N, K)."""
+
+    def values(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Return the values for other codes, float32, which may be overwritten, and other factors."""
+
+    def factor_slopes(self, gradient: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        """Return the gradient by the factors (N, F), given that by the values (N, K); `codes` may be overwritten."""
+
+
+class Learnable(Tunable, Protocol):
+    """A quantized weight whose values are linear between neighbouring codes, too."""
+
+    def positions(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return where each element of `weight`, float32 (N, K), lies between the codes."""
+
+    def code_steps(self) -> torch.Tensor:
+        """Return how far the values of neighbouring codes are apart, float32 (N, K)."""
+
+    def learned(self, codes: torch.Tensor, factors: torch.Tensor) -> Self:
+        """Return a copy with other codes, uint8 (N, K), and factors, float32 (N, F) exact in float16."""
+
+
+Layer = TypeVar("Layer", bound=Learnable)
+
+
+class SoftFactors:
+    """The factors of one layer under training: factor * (1 + stretch), rounded to float16."""
+
+    def __init__(self, factors: torch.Tensor) -> None:
+        self.factors = factors
+        self.stretch = torch.zeros_like(self.factors)
+        self._of_factors = Adam(self.stretch)
+
+    def stored(self) -> torch.Tensor:
+        return torch.where(self.factors == 0, 0.0, stored_scale(self.factors * (1 + self.stretch)))
+
+    def step_factors(self, slopes: torch.Tensor, rate: float, count: int) -> None:
+        """Take Adam's step number `count` (from 1); `slopes` (N, F) is the loss's gradient by the factors."""
+        self.stretch.sub_(self._of_factors.direction(slopes * self.factors, count), alpha=rate)
+
+
+class SoftCodes(SoftFactors, Generic[Layer]):
+    """One layer under training, whose codes are staircase(position)."""
+
+    def __init__(self, layer: Layer, weight: torch.Tensor, training: Sharpening) -> None:
+        super().__init__(layer.factors)
         self.layer, self.top, self.training = layer, (1 << layer.bits) - 1, training
-        self.scale = layer.scales.to(torch.float32)
         codes = layer.codes.to(torch.float32)
         # The unquantized weight's position, within the code's cell.
-        plain = weight / layer.spread(self.scale) + layer.spread(layer.zeros)
+        plain = layer.positions(weight)
         self.position = plain.clamp_(codes - 0.49, codes + 0.49).lerp_(codes, training.pull).clamp_(0, self.top)
-        self.stretch = torch.zeros_like(self.scale)
-        self._of_positions, self._of_scales = Adam(self.position), Adam(self.stretch)
+        self._of_positions = Adam(self.position)
         self.best = layer
-
-    def _stored(self) -> torch.Tensor:
-        return stored_scale(self.scale * (1 + self.stretch))
 
     def value(self, number: int | None = None) -> torch.Tensor:
         codes = self.position.round()
         if number is not None:
             codes, _ = staircase(self.position, self.top, self.training.sharpness_at(number))
-        return codes.sub_(self.layer.spread(self.layer.zeros)).mul_(self.layer.spread(self._stored()))
+        return self.layer.values(codes, self.stored())
 
     def step(self, gradient: torch.Tensor, number: int) -> None:
         training, layer, rate = self.training, self.layer, self.training.rate(number)
         codes, slope = staircase(self.position, self.top, training.sharpness_at(number))
-        towards = layer.sums(codes.sub_(layer.spread(layer.zeros)).mul_(gradient)).mul_(self.scale)
-        self.stretch.sub_(self._of_scales.direction(towards, number + 1), alpha=training.scale_rate * rate)
-        gradient.mul_(slope).mul_(layer.spread(self.scale))
+        self.step_factors(layer.factor_slopes(gradient, codes), training.scale_rate * rate, number + 1)
+        gradient.mul_(slope).mul_(layer.code_steps())
         self.position.sub_(self._of_positions.direction(gradient, number + 1), alpha=training.code_rate * rate)
         self.position.clamp_(0, self.top)
 
     def keep(self) -> None:
-        codes = self.position.round().to(torch.uint8)
-        self.best = replace(self.layer, codes=codes, scales=self._stored().to(torch.float16))
+        self.best = self.layer.learned(self.position.round().to(torch.uint8), self.stored())
 
-    def finished(self) -> GroupedWeight:
+    def finished(self) -> Layer:
         return self.best

@@ -8,18 +8,15 @@ sequences. Codes go through a staircase that sharpens (`learned_codes`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, Protocol
 
 import torch
-from pydantic import Field
 
 from quantkit.calibration.block import Block
-from quantkit.calibration.learned_codes import Sharpening, SoftCodes
+from quantkit.calibration.learned_codes import Layer, Sharpening, SoftCodes
 from quantkit.calibration.walk import batch_size
 from quantkit.contracts.method import Job, Shapes
 from quantkit.errors import RecipeError
-from quantkit.numerics.quantized_weight import GroupedWeight
-from quantkit.records.recipe import Strict
 from quantkit.system.ranks import Shards
 
 
@@ -95,26 +92,6 @@ STEPS, FEW_BITS, STEPS_OF_FEW = 24, 3, 64  # of a block; of one with a layer of 
 LEAST_SIZE = 1e-3  # share of the median token's mean square added to every token's
 
 
-class Learned(Strict):
-    """Options of methods that can refine their result by learned rounding and scale tuning."""
-
-    refine: bool = Field(
-        False, description="also learn each block's rounding and tune all scales end to end; better but much slower"
-    )
-    refine_steps: int | None = Field(
-        None, ge=0, le=10_000, description="training steps per block; default: 24, at 2 and 3 bits 64"
-    )
-    tune_steps: int = Field(20, ge=0, le=10_000, description="training steps of the scales, end to end")
-
-    @property
-    def learned(self) -> bool:
-        return self.refine and self.refine_steps != 0
-
-    @property
-    def tuned(self) -> bool:
-        return self.refine and self.tune_steps > 0
-
-
 def refuse_few_sequences(job: Job) -> None:
     """Raise RecipeError if any process would have too few calibration sequences to hold some out."""
     asked, shards, least = job.recipe.calibration, job.shards, 2 * HELD_OUT
@@ -135,12 +112,12 @@ def learning_bytes(shapes: Shapes) -> int:
 
 def refine(
     block: Block,
-    layers: dict[str, GroupedWeight],
+    layers: dict[str, Layer],
     weights: dict[str, torch.Tensor],
     steps: int | None,
     seed: int,
     training: Sharpening = SHARPENING,
-) -> dict[str, GroupedWeight]:
+) -> dict[str, Layer]:
     """Train the codes and scales of `layers`, put the results into the block, and return them by name.
 
     `weights` are the unquantized weights (N, K) float32; they are taken out of the mapping. `steps`: None for the
@@ -162,11 +139,11 @@ def refine(
     return tuned
 
 
-class _BlockStudent:
+class _BlockStudent(Generic[Layer]):
     def __init__(
         self,
         block: Block,
-        layers: dict[str, GroupedWeight],
+        layers: dict[str, Layer],
         weights: dict[str, torch.Tensor],
         training: Sharpening,
     ) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.learned_codes import Adam
-from quantkit.calibration.learned_rounding import HeldOut, train
+from quantkit.calibration.learned_codes import SoftFactors, Tunable
+from quantkit.calibration.learned_options import Learned
+from quantkit.calibration.learned_rounding import HeldOut, learning_bytes, train
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.calibration.walk import own_sequences
@@ -26,8 +27,7 @@ from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import CheckedJob, Shapes
 from quantkit.contracts.run import Run
 from quantkit.models.output_head import load_head
-from quantkit.numerics.grid import stored_scale
-from quantkit.numerics.quantized_weight import GroupedWeight, ScaledWeight
+from quantkit.numerics.quantized_weight import ScaledWeight
 from quantkit.system.memory import MemoryTrimmer, trim_heap
 
 HELD_OUT = HeldOut(share=16, interval=15)
@@ -37,7 +37,7 @@ HEAD_TOKENS = 256  # tokens whose logits are in memory
 SLAB_ELEMENTS = 1 << 19  # logits processed at a time, so that they stay in the processor's cache
 WARM_UP = 5  # steps until the full rate
 
-Values = Callable[[str], Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]]
+Values = Callable[[str], Mapping[str, torch.Tensor | Tunable | ScaledWeight]]
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,17 @@ class Tuning:
     rate: float = 2e-3
 
 
-class _Scales:
-    """Scales of one layer in training: scale * (1 + stretch), with Adam's two moments; all (N, G) float32."""
+class _Factors(SoftFactors):
+    """Factors of one layer in training, and the best so far."""
 
-    def __init__(self, layer: GroupedWeight) -> None:
-        self.scale = layer.scales.to(torch.float32)
+    def __init__(self, layer: Tunable) -> None:
+        super().__init__(layer.factors)
         self.pace = 2.0 ** max(0, 4 - layer.bits)  # relative distance of codes, compared with 4 bits
-        self.stretch, self._adam = torch.zeros_like(self.scale), Adam(self.scale)
-        self.best = self.stretch.clone()
+        self.best = self.stored()
 
-    def stored(self) -> torch.Tensor:
-        return stored_scale(self.scale * (1 + self.stretch))
-
-    def step(self, gradient: torch.Tensor, rate: float, count: int) -> None:
-        """Take Adam's step number `count` (from 1); `gradient` (N, G) is the loss's gradient w.r.t. `stretch`."""
-        self.stretch.sub_(self._adam.direction(gradient, count), alpha=rate * self.pace)
+    def step(self, slopes: torch.Tensor, rate: float, count: int) -> None:
+        """Take Adam's step number `count` (from 1); `slopes` (N, F) is the loss's gradient by the factors."""
+        self.step_factors(slopes, rate * self.pace, count)
 
 
 class _ScaleStudent:
@@ -80,7 +76,7 @@ class _ScaleStudent:
         targets: Activations,
         tell: Callable[[float, float], None],
     ) -> None:
-        self.scales: dict[str, _Scales] = {}
+        self.factors: dict[str, _Factors] = {}
         self.report = tell
         self._inputs, self._targets, self._tuning = inputs, targets, tuning
         self._skeleton, self._values, self._shards = job.skeleton, values, job.shards
@@ -110,30 +106,28 @@ class _ScaleStudent:
                 parameters = [self._skeleton.model.get_parameter(name).requires_grad_() for name in layers]
                 gradients = _added(self._passes.backward(index, flows.pop(), slopes, parameters))
             for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
-                # Gradient by the stretch: sum over the group of dL/dW (code - zero) scale.
-                sums = layer.sums(layer.steps().mul_(gradient.cpu())).contiguous()
+                sums = layer.factor_slopes(gradient.cpu(), layer.codes.float()).contiguous()
                 self._shards.sum(sums)
-                sums /= self._shards.size
-                self.scales[name].step(sums * self.scales[name].scale, rate, number + 1)
+                self.factors[name].step(sums / self._shards.size, rate, number + 1)
 
     def keep(self) -> None:
-        for scales in self.scales.values():
-            scales.best = scales.stretch.clone()
+        for factors in self.factors.values():
+            factors.best = factors.stored()
 
     @contextmanager
-    def _block(self, index: int) -> Iterator[dict[str, GroupedWeight]]:
+    def _block(self, index: int) -> Iterator[dict[str, Tunable]]:
         """Load block `index` with the current scales; yield its quantized layers by weight name."""
         stored = self._values(self._skeleton.block_prefix(index))
-        layers: dict[str, GroupedWeight] = {}
+        layers: dict[str, Tunable] = {}
 
         def now(name: str) -> torch.Tensor | None:
             value = stored.get(name)
-            if not isinstance(value, GroupedWeight):
+            if not isinstance(value, Tunable):
                 return None if value is None else value if isinstance(value, torch.Tensor) else value.dense()
-            if name not in self.scales:
-                self.scales[name] = _Scales(value)
-            layers[name] = replace(value, scales=self.scales[name].stored())
-            return layers[name].dense()
+            layers[name] = value
+            if name not in self.factors:
+                self.factors[name] = _Factors(value)
+            return value.values(value.codes.float(), self.factors[name].stored())
 
         with self._passes.block(index, now):
             yield layers
@@ -169,7 +163,12 @@ def _added(batches: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     return sums
 
 
-def tuning_bytes(shapes: Shapes) -> int:
+def refining_bytes(options: Learned, shapes: Shapes) -> int:
+    """Return the forecast of the peak memory in bytes of learned rounding and scale tuning, as far as wanted."""
+    return max(learning_bytes(shapes) if options.learned else 0, _tuning_bytes(shapes) if options.tuned else 0)
+
+
+def _tuning_bytes(shapes: Shapes) -> int:
     """Return the forecast of tuning's peak memory in bytes, mostly one block's backward pass."""
     flows = shapes.blocks * BATCH_TOKENS * shapes.hidden * 2
     head = shapes.vocabulary * (shapes.hidden * 2 + HEAD_TOKENS * 2 * 3)
@@ -197,7 +196,7 @@ def divergence(exact: torch.Tensor, ours: torch.Tensor, gradient: torch.Tensor |
 
 
 def tune(job: CheckedJob, run: Run, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
-    """Return the tuned scales (N, G) float32 of every quantized layer, by weight name.
+    """Return the tuned factors (N, F) float32 of every quantized layer, by weight name.
 
     values(prefix) returns the quantized model's parameters of the block with that name prefix, by full name; all other
     parameters are the source's. `targets`: outputs of the source's last block. The scales stay as they are unless the
@@ -216,7 +215,7 @@ def tune(job: CheckedJob, run: Run, values: Values, tuning: Tuning, targets: Act
         batch = max(1, BATCH_TOKENS // inputs.shape[1])
         train(student, len(inputs), batch, tuning.steps, HELD_OUT, job.recipe.seed, job.shards)
     trim_heap()
-    return {name: stored_scale(scales.scale * (1 + scales.best)) for name, scales in student.scales.items()}
+    return {name: factors.best for name, factors in student.factors.items()}
 
 
 def tune_scales(job: CheckedJob, run: Run, writer: TensorWriter, steps: int, targets: Activations) -> None:

@@ -18,9 +18,10 @@ from pydantic import Field
 
 from quantkit.calibration.block import Block
 from quantkit.calibration.kv_scales import add_kv_scales
-from quantkit.calibration.learned_rounding import Learned, learning_bytes, refine, refuse_few_sequences
+from quantkit.calibration.learned_options import Learned
+from quantkit.calibration.learned_rounding import refine, refuse_few_sequences
 from quantkit.calibration.moments import LinearGroup
-from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
+from quantkit.calibration.scale_tuning import refining_bytes, tune_scales
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import FEEDBACK_RECORD, CheckedJob, Job, Method, PeakMemory, Shapes
@@ -213,10 +214,7 @@ def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory
     with_feedback = job.options.rounding == "gptq"
     squares = max(2 * squares, 9 * 4 * shapes.widest**2) if with_feedback else 2 * squares
     work = squares + 4 * shapes.block_parameters + 10 * 4 * shapes.largest_layer
-    if job.options.learned:
-        work = max(work, learning_bytes(shapes))
-    if job.options.tuned:
-        work = max(work, tuning_bytes(shapes))
+    work = max(work, refining_bytes(job.options, shapes))
     return PeakMemory(streams(job, shapes, _exact_share(job.options)), with_feedback, work)
 
 

@@ -18,9 +18,10 @@ from pydantic import Field
 
 from quantkit.calibration.block import Block
 from quantkit.calibration.kv_scales import add_kv_scales
-from quantkit.calibration.learned_rounding import Learned, learning_bytes, refine, refuse_few_sequences
+from quantkit.calibration.learned_options import Learned
+from quantkit.calibration.learned_rounding import refine, refuse_few_sequences
 from quantkit.calibration.moments import LinearGroup
-from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
+from quantkit.calibration.scale_tuning import refining_bytes, tune_scales
 from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
@@ -284,10 +285,7 @@ def feedback_bytes(shapes: Shapes, device: str, gptaq: bool = True) -> int:
 def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory:
     options = job.options
     work = feedback_bytes(shapes, job.device, options.gptaq)
-    if options.learned:
-        work = max(work, learning_bytes(shapes))
-    if options.tuned:
-        work = max(work, tuning_bytes(shapes))
+    work = max(work, refining_bytes(options, shapes))
     return PeakMemory(streams(job, shapes, exact_share(options)), options.true_sequential, work)
 
 

@@ -32,12 +32,33 @@ class GroupedWeight:
     def shape(self) -> tuple[int, int]:
         return int(self.codes.shape[0]), int(self.codes.shape[1])
 
+    @property
+    def factors(self) -> torch.Tensor:
+        return self.scales.float()
+
     def dense(self) -> torch.Tensor:
         return self.steps().mul_(self.spread(self.scales))
 
     def steps(self) -> torch.Tensor:
         """Return codes minus zeros, float32 (N, K)."""
         return self.codes.float().sub_(self.spread(self.zeros))
+
+    def values(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return codes.sub_(self.spread(self.zeros)).mul_(self.spread(factors))
+
+    def positions(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / self.spread(self.scales) + self.spread(self.zeros)
+
+    def code_steps(self) -> torch.Tensor:
+        return self.spread(self.scales)
+
+    def factor_slopes(self, gradient: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        return self.sums(codes.sub_(self.spread(self.zeros)).mul_(gradient))
+
+    def learned(self, codes: torch.Tensor, factors: torch.Tensor) -> GroupedWeight:
+        import torch
+
+        return replace(self, codes=codes, scales=factors.to(torch.float16))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Expand per-group values (N, G) to columns, float32 (N, K)."""

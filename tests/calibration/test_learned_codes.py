@@ -57,7 +57,7 @@ def test_a_step_is_adams_on_the_gradients_that_autograd_gives(symmetric):
     below = position.detach().floor().clamp_(max=7 - 1)
     sharpness = training.sharpness_at(0)
     codes = below + 0.5 + torch.tanh((position - below - 0.5) * sharpness / 2) / (2 * math.tanh(sharpness / 4))
-    value = (codes - layer.spread(layer.zeros)) * layer.spread(soft.scale * (1 + stretch))
+    value = (codes - layer.spread(layer.zeros)) * layer.spread(soft.factors * (1 + stretch))
     assert torch.allclose(value, soft.value(0), atol=1e-6)
     loss = (value - 2 * weight).pow(2).sum() + value.sum()
     gradient = torch.autograd.grad(loss, value, retain_graph=True)[0]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from quantkit.calibration.learned_options import Learned
 from quantkit.contracts.format import Content
 from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
@@ -36,7 +37,6 @@ from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_
 from quantkit.methods._targets import as_table, given_target, write_recipe
 from quantkit.methods.gguf.mixed_precision import Target, choose, refuse_target, work_bytes
 from quantkit.models.config import keep_tokenizer
-from quantkit.records.recipe import Strict
 from quantkit.system.sizes import parse_size
 
 RECORD = "error_feedback"  # name of error_feedback.py's constants in manifests
@@ -44,7 +44,7 @@ BFLOAT16 = 2  # bytes per activation
 FLOAT32 = 4  # bytes per activation where importance is summed
 
 
-class Options(Strict):
+class Options(Learned):
     """Options of GGUF."""
 
     imatrix: bool = Field(False, description="weight the rounding by an importance matrix from the calibration text")
@@ -112,6 +112,12 @@ def check(job: Job[Options]) -> Checked[GgufFile]:
     for what, given in (("the option imatrix", options.imatrix), ("rounding gptq", feedback)):
         if given and bits in UNWEIGHTED:
             raise RecipeError(f"{what} has no effect on {bits}. Leave it out, or choose Q2_K .. Q6_K.")
+    if options.refine:
+        if not feedback:
+            raise RecipeError("refine starts from codes with error feedback. Add --rounding gptq, or leave refine out.")
+        from quantkit.calibration.learned_rounding import refuse_few_sequences
+
+        refuse_few_sequences(job)
     if bits in WEIGHTED_ONLY and not (options.imatrix or options.imatrix_file or feedback):
         raise RecipeError(f"{bits} needs an importance matrix. Add --imatrix, --imatrix-file or --rounding gptq.")
     if options.imatrix_file is not None and (options.imatrix or feedback or bits in UNWEIGHTED):
@@ -288,9 +294,9 @@ def write(job: CheckedJob[Options, GgufFile], run: Run) -> None:
         write_recipe(job, run, {"tensor_type": types, **weighting})
     if job.options.feedback:
         from quantkit.checkpoints.spool import Spool
-        from quantkit.methods.gguf.error_feedback import RECORDED, quantize_blocks
+        from quantkit.methods.gguf.error_feedback import quantize_blocks, recorded
 
-        run.findings.options[RECORD] = RECORDED
+        run.findings.options[RECORD] = recorded(job.options)
         spool = Spool(run.folder)
         try:
             quantize_blocks(job, run, file.plan, spool)
@@ -313,15 +319,18 @@ def _calibrated(options: Options) -> bool:
 
 def _peak_memory(job: CheckedJob[Options, GgufFile], shapes: Shapes) -> PeakMemory:
     """Return the peak memory of calibration; all else is streamed."""
+    from quantkit.calibration.scale_tuning import refining_bytes
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq
-    from quantkit.methods.gguf.error_feedback import GPTAQ_SHARE
+    from quantkit.methods.gguf.error_feedback import exact_share
 
-    further = peak_bytes(job.recipe.calibration, shapes, with_head=True) if job.options.targeted else {}
-    if not job.options.feedback:
+    options = job.options
+    further = peak_bytes(job.recipe.calibration, shapes, with_head=True) if options.targeted else {}
+    if not options.feedback:
         return PeakMemory(1, work=2 * FLOAT32 * job.batch_tokens * shapes.widest, further=further)
-    streams = gptq.streams(job, shapes, GPTAQ_SHARE)
-    return PeakMemory(streams, suspended=True, work=gptq.feedback_bytes(shapes, job.device), further=further)
+    streams = gptq.streams(job, shapes, exact_share(options))
+    work = max(gptq.feedback_bytes(shapes, job.device), refining_bytes(options, shapes))
+    return PeakMemory(streams, suspended=True, work=work, further=further)
 
 
 METHOD = Method(

@@ -12,12 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
+from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block
+from quantkit.calibration.learned_codes import Tunable
+from quantkit.calibration.learned_options import Learned
+from quantkit.calibration.learned_rounding import refine
 from quantkit.calibration.moments import LinearGroup
+from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.walk import walk
 from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.method import CheckedJob, Job
@@ -27,40 +33,91 @@ from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS, SIGN_RUN, Codebook
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, Floats, KQuant, read_grid, with_codes
 from quantkit.formats.gguf.ggml.scale_refit import refit, refit_factors
+from quantkit.formats.gguf.ggml.trainable import KRows, PointRows, trainable
 from quantkit.formats.gguf.imatrix import without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods.gptq import SLAB_ELEMENTS
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import ColumnGrids, Feedback, round_columns, round_groups
 from quantkit.numerics.matmul import rows_together
+from quantkit.numerics.quantized_weight import ScaledWeight
 from quantkit.numerics.second_moments import permuted
 
 # Shares of the Hessian's mean diagonal, and of each diagonal entry, that are added to it.
 DAMP_PERCENT, SHRINKAGE = 0.01, 0.5
 GPTAQ_SHARE = 0.25  # of the calibration sequences, which also go through the unquantized model
 AMPLE_TOKENS = 80  # use every second token if that leaves this many per column
-RECORDED = {
-    "damp_percent": DAMP_PERCENT, "shrinkage": SHRINKAGE, "gptaq_share": GPTAQ_SHARE, "ample_tokens": AMPLE_TOKENS
-}  # fmt: skip
 TINY_SCALE = 1e-30  # replaces a scale of zero, whose codes have no effect
 ROWS = 256  # rows multiplied with all points of a table at a time
 
 
-def quantize_blocks(job: CheckedJob, run: Run, plan: Plan, spool: Spool) -> None:
+def quantize_blocks(job: CheckedJob[Any], run: Run, plan: Plan, spool: Spool) -> None:
     """Quantize every linear layer of the blocks; store packed rows, uint8 (rows, bytes) in source order, in `spool`.
 
     Resumes after the blocks that `spool` already holds.
     """
+    options = job.options
     tensors = {part: tensor for tensor in plan.tensors for part in tensor.parts}
     restore = partial(_finished, tensors, spool)
-    for block in walk(job, run, exact=GPTAQ_SHARE, ample=AMPLE_TOKENS, restore=restore):
-        block.for_each_group(partial(_quantize_group, job, block, tensors, spool))
+    then = partial(_tune, job, run, tensors, spool) if options.tuned else None
+    exact, ample = exact_share(options), 0 if options.refine else AMPLE_TOKENS
+    for block in walk(job, run, exact=exact, ample=ample, restore=restore, then=then):
+        layers: dict[str, Bytes] = {}
+        quantize = partial(_quantize_group, job, block, tensors, layers)
+        block.for_each_group(quantize, keep_outputs=not options.learned)
+        if options.learned:
+            _refine(job, block, tensors, layers)
+        for name, packed in layers.items():
+            spool.add(name, torch.from_numpy(packed))
         spool.finish_block(block.index, run.findings.to_values())
 
 
-def _quantize_group(
-    job: Job, block: Block, tensors: Mapping[str, PlannedTensor], spool: Spool, group: LinearGroup
+def recorded(options: Learned) -> dict[str, float]:
+    """Return what a manifest records of this module's settings."""
+    share, ample = (1.0, 0) if options.refine else (GPTAQ_SHARE, AMPLE_TOKENS)
+    return {"damp_percent": DAMP_PERCENT, "shrinkage": SHRINKAGE, "gptaq_share": share, "ample_tokens": ample}
+
+
+def exact_share(options: Learned) -> float:
+    """Return the share of calibration sequences that also run through the unquantized model."""
+    return 1.0 if options.refine else GPTAQ_SHARE
+
+
+def _refine(job: CheckedJob[Any], block: Block, tensors: Mapping[str, PlannedTensor], layers: dict[str, Bytes]) -> None:
+    """Learn the codes and factors of the block's K-quants, and replace them in `layers`; other types stay."""
+    every = {name: _trainable(tensors[name], packed, block.device) for name, packed in layers.items()}
+    learnable = {name: rows for name, rows in every.items() if isinstance(rows, KRows) and rows.learns_codes}
+    if learnable:
+        weights = {name: load(job.source, job.skeleton, name).to(block.device, torch.float32) for name in learnable}
+        refined = refine(block, learnable, weights, job.options.refine_steps, job.recipe.seed)
+        layers |= {name: rows.packed for name, rows in refined.items()}
+
+
+def _tune(
+    job: CheckedJob[Any], run: Run, tensors: Mapping[str, PlannedTensor], spool: Spool, targets: Activations
 ) -> None:
+    """Tune the block factors of all layers in `spool`, and replace them there."""
+
+    def rows_of(name: str) -> KRows | PointRows | None:
+        return _trainable(tensors[name], spool.get(name).numpy(), torch.device("cpu"))
+
+    def values(prefix: str) -> dict[str, torch.Tensor | Tunable | ScaledWeight]:
+        names = [name for name in spool.names() if name.startswith(prefix)]
+        return {name: rows_of(name) or _values(tensors[name], spool.get(name).numpy()) for name in sorted(names)}
+
+    for name, factors in tune(job, run, values, Tuning(job.options.tune_steps), targets).items():
+        if (rows := rows_of(name)) is not None:
+            spool.replace(name, torch.from_numpy(rows.with_factors(factors).packed))
+
+
+def _trainable(tensor: PlannedTensor, packed: Bytes, device: torch.device) -> KRows | PointRows | None:
+    return trainable(tensor.type, packed, tensor.columns, device)
+
+
+def _quantize_group(
+    job: Job, block: Block, tensors: Mapping[str, PlannedTensor], layers: dict[str, Bytes], group: LinearGroup
+) -> None:
+    """Quantize linear layers with a common input; update the block's weights and add the packed rows to `layers`."""
     known = [name for name in group.names if name in tensors]  # others are rounded with the file
     if not known:
         return
@@ -70,14 +127,13 @@ def _quantize_group(
         weight, kind = load(job.source, job.skeleton, name).to(torch.float32), tensors[name].type
         weight = weight if columns is None else weight[:, torch.from_numpy(columns)].contiguous()
         try:
-            packed = quantize_layer(kind, weight, moments)
+            layers[name] = quantize_layer(kind, weight, moments)
         except ValueError as error:
             raise SourceError(
                 f"{job.source.model}: the tensor {name} cannot be stored as {kind}: {error}. Choose other bits, "
                 "or fix the checkpoint or the calibration text."
             ) from None
-        spool.add(name, torch.from_numpy(packed))
-        block.replace(name, _values(tensors[name], packed))
+        block.replace(name, _values(tensors[name], layers[name]))
 
 
 def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
