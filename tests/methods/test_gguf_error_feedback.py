@@ -7,6 +7,7 @@ from engine_logits import logits_by
 from gguf_files import file_in, layer_and_hessian, slow_but, tensors_of
 from tiny_models import CALIBRATION
 
+from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml import library as ggml
@@ -165,6 +166,70 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(wide, artifact_of, 
     assert len(seen) == 7 + 4  # the first block was not done again
     quiet = artifact_of("gguf", "Q3_K_M", model=wide, rounding="gptq")
     assert sha256_of(file_in(quiet.folder)) == sha256_of(file_in(again.folder))
+
+
+REFINED = {"rounding": "gptq", "refine": True, "refine_steps": 16, "tune_steps": 4}
+MANY = CALIBRATION | {"sequences": 16, "length": 128}
+
+
+def test_refined_codes_and_factors_come_nearer_to_the_source(wide, tmp_path, monkeypatch):
+    """Training starts from ggml's rounding here: on random weights, little is left to gain after error feedback."""
+    seen = []
+    plain = learned_rounding.train
+
+    def train(student, *arguments):
+        report = student.report
+        student.report = lambda *losses: (seen.append((student, *losses)), report(*losses))
+        plain(student, *arguments)
+
+    monkeypatch.setattr(learned_rounding, "train", train)
+    monkeypatch.setattr(scale_tuning, "train", train)
+    monkeypatch.setattr(
+        feedback, "quantize_layer", lambda kind, w, _: ggml.quantize(kind, w.numpy(), np.ones(w.shape[1], np.float32))
+    )
+    options = REFINED | {"tensor_type": {"attn_q": "IQ3_XXS", "attn_v": "IQ4_XS", "attn_output": "Q4_0"}}
+    made = [
+        convert(str(wide), "gguf", "Q2_K", tmp_path / name, calibration=MANY, **options | settings)
+        for name, settings in (("refined", {}), ("start", {"refine": False}))
+    ]
+    losses = {student: (first, best) for student, first, best in seen}
+    *blocks, (before, tuned) = losses.values()
+    assert len(blocks) == 2
+    assert all(best < 0.95 * first for first, best in blocks), blocks
+    assert tuned < before
+    assert [artifact.manifest.options["error_feedback"]["gptaq_share"] for artifact in made] == [1, 0.25]
+    refined, start = (tensors_of(file_in(artifact.folder)) for artifact in made)
+    for name, value in refined.items():
+        trained = name.startswith("model.layers.") and value.ndim == 2 and "o_proj" not in name
+        assert torch.equal(value, start[name]) != trained, name
+
+
+def test_an_interrupted_tuning_goes_on_to_the_same_bytes(wide, tmp_path, monkeypatch):
+    def converted(name):
+        return convert(str(wide), "gguf", "Q2_K", tmp_path / name, calibration=MANY, **REFINED)
+
+    def stop(*_arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(feedback, "tune", stop)
+        with pytest.raises(KeyboardInterrupt):
+            converted("again")
+    files = [file_in(converted(name).folder) for name in ("again", "quiet")]
+    assert sha256_of(files[0]) == sha256_of(files[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "sequences", "said"),
+    [
+        ({"refine": True}, 16, "refine starts from codes with error feedback. Add --rounding gptq"),
+        ({"refine": True, "rounding": "gptq"}, 15, "needs 16 or more; only 15 were given"),
+    ],
+)
+def test_refinement_that_cannot_start_is_refused(wide, tmp_path, options, sequences, said):
+    few = MANY | {"sequences": sequences}
+    with pytest.raises(RecipeError, match=said):
+        convert(str(wide), "gguf", "Q2_K", tmp_path / "out", calibration=few, **options)
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "F16"])
