@@ -32,8 +32,8 @@ from quantkit.errors import SourceError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS, SIGN_RUN, Codebook
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, Floats, KQuant, read_grid, with_codes
+from quantkit.formats.gguf.ggml.packed_rows import LEARNED, KRows, PointRows, trainable
 from quantkit.formats.gguf.ggml.scale_refit import refit, refit_factors
-from quantkit.formats.gguf.ggml.trainable import KRows, PointRows, trainable
 from quantkit.formats.gguf.imatrix import without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods.gptq import SLAB_ELEMENTS
@@ -85,8 +85,11 @@ def exact_share(options: Learned) -> float:
 
 def _refine(job: CheckedJob[Any], block: Block, tensors: Mapping[str, PlannedTensor], layers: dict[str, Bytes]) -> None:
     """Learn the codes and factors of the block's K-quants, and replace them in `layers`; other types stay."""
-    every = {name: _trainable(tensors[name], packed, block.device) for name, packed in layers.items()}
-    learnable = {name: rows for name, rows in every.items() if isinstance(rows, KRows) and rows.learns_codes}
+    learnable = {
+        name: KRows(tensors[name].type, packed, tensors[name].columns, block.device)
+        for name, packed in layers.items()
+        if tensors[name].type in LEARNED
+    }
     if learnable:
         weights = {name: load(job.source, job.skeleton, name).to(block.device, torch.float32) for name in learnable}
         refined = refine(block, learnable, weights, job.options.refine_steps, job.recipe.seed)
@@ -99,7 +102,8 @@ def _tune(
     """Tune the block factors of all layers in `spool`, and replace them there."""
 
     def rows_of(name: str) -> KRows | PointRows | None:
-        return _trainable(tensors[name], spool.get(name).numpy(), torch.device("cpu"))
+        tensor = tensors[name]
+        return trainable(tensor.type, spool.get(name).numpy(), tensor.columns, torch.device("cpu"))
 
     def values(prefix: str) -> dict[str, torch.Tensor | Tunable | ScaledWeight]:
         names = [name for name in spool.names() if name.startswith(prefix)]
@@ -108,10 +112,6 @@ def _tune(
     for name, factors in tune(job, run, values, Tuning(job.options.tune_steps), targets).items():
         if (rows := rows_of(name)) is not None:
             spool.replace(name, torch.from_numpy(rows.with_factors(factors).packed))
-
-
-def _trainable(tensor: PlannedTensor, packed: Bytes, device: torch.device) -> KRows | PointRows | None:
-    return trainable(tensor.type, packed, tensor.columns, device)
 
 
 def _quantize_group(

@@ -11,63 +11,29 @@ import numpy as np
 import torch
 
 from quantkit.formats.gguf.ggml.codebooks import Codebook
-from quantkit.formats.gguf.ggml.kquants import (
-    BLOCK,
-    KQUANTS,
-    Bytes,
-    KQuant,
-    Scales,
-    read_codes,
-    read_scales,
-    with_scales,
-)
+from quantkit.formats.gguf.ggml.kquants import BLOCK, Bytes
+from quantkit.formats.gguf.ggml.packed_rows import KRows
 from quantkit.numerics.scale_refit import better_rows, normal_equations, solve_rows, unit_sums
 
 RIDGE = 1e-6  # share of the mean diagonal; pulls factors towards their present values
 
 
-class _PackedRows:
-    """n quantized rows as tensors: factor, offset (n, B), scales, minima (n, G), centered codes or levels (n, K)."""
-
-    def __init__(self, kind: KQuant, packed: Bytes, device: torch.device) -> None:
-        self.kind, self.blocks = kind, packed.shape[1] // kind.nbytes
-        stored = read_scales(kind.name, packed)
-        self.factor, self.offset, self.scales, self.minima = (
-            torch.from_numpy(part.reshape(len(packed), -1).copy()).to(device)
-            for part in (stored.factor, stored.offset, stored.scales, stored.minima)
-        )
-        codes = torch.from_numpy(read_codes(kind.name, packed)).to(device)
-        if kind.steps:
-            self.codes = torch.tensor(kind.steps, dtype=torch.float32, device=device)[codes.to(torch.int64)]
-        else:
-            self.codes = codes.to(torch.float32) - kind.zero
-
-    def values(self) -> torch.Tensor:
-        each = BLOCK // self.kind.group
-        scales = (self.factor.repeat_interleave(each, 1) * self.scales).repeat_interleave(self.kind.group, 1)
-        minima = (self.offset.repeat_interleave(each, 1) * self.minima).repeat_interleave(self.kind.group, 1)
-        return scales * self.codes - minima
-
-    def stored(self) -> Scales:
-        parts = (self.factor, self.offset, self.scales, self.minima)
-        return Scales(*(part.cpu().numpy().reshape(len(part) * self.blocks, -1) for part in parts))
-
-
 def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
     """Refit the scales of packed rows, uint8 (n, bytes), to `target` (n, K), where `hessian` (K, K) is E[x x^T]."""
-    rows = _PackedRows(KQUANTS[name], packed, target.device)
-    _whole_numbers(rows, (target - rows.values()) @ hessian, hessian)
-    _factors(rows, target, hessian)
-    return with_scales(name, packed, rows.stored())
+    rows = KRows(name, packed, None, target.device)
+    numbers = rows.numbers(rows.codes)
+    _whole_numbers(rows, numbers, (target - rows.dense()) @ hessian, hessian)
+    _factors(rows, numbers, target, hessian)
+    return rows.repacked()
 
 
-def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor) -> None:
+def _whole_numbers(rows: KRows, every: torch.Tensor, slope: torch.Tensor, hessian: torch.Tensor) -> None:
     """Optimize integer scales and minima in place, one at a time; `slope` (n, K) is (W - V) H, updated in place."""
     kind = rows.kind
     each, size = BLOCK // kind.group, kind.group
     for b in range(rows.blocks):
         block = slice(b * BLOCK, (b + 1) * BLOCK)
-        inner, codes = hessian[block, block], rows.codes[:, block]
+        inner, codes = hessian[block, block], every[:, block]
         near, moved = slope[:, block].clone(), torch.zeros_like(codes)
         numbers = [(rows.scales, codes, rows.factor[:, b], kind.least, kind.largest)]
         if kind.largest_minimum:
@@ -90,14 +56,13 @@ def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor
         slope -= moved @ hessian[block]
 
 
-def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> None:
+def _factors(rows: KRows, numbers: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor) -> None:
     """Solve for the float16 factors of all blocks of each row, in place, in closed form."""
     kind, blocks = rows.kind, rows.blocks
-    parts, factors = [rows.scales.repeat_interleave(kind.group, 1) * rows.codes], [rows.factor]
+    parts = [rows.scales.repeat_interleave(kind.group, 1) * numbers]
     if kind.largest_minimum:
         parts.append(-rows.minima.repeat_interleave(kind.group, 1))
-        factors.append(rows.offset)
-    solved = _solved(parts, torch.cat(factors, 1), target, hessian)
+    solved = _solved(parts, rows.factors, target, hessian)
     rows.factor = solved[:, :blocks].contiguous()
     if kind.largest_minimum:
         rows.offset = solved[:, blocks:].contiguous()

@@ -9,7 +9,7 @@ from quantkit.calibration.learned_codes import Sharpening, SoftCodes
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
 from quantkit.formats.gguf.ggml.kquants import KQUANTS
-from quantkit.formats.gguf.ggml.trainable import trainable
+from quantkit.formats.gguf.ggml.packed_rows import LEARNED, trainable
 
 COLUMNS = 512
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_values_are_ggmls_and_slopes_are_autograds(name, permuted):
     assert torch.allclose(doubled.dense(), 2 * values, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, kind in KQUANTS.items() if not kind.steps))
+@pytest.mark.parametrize("name", sorted(LEARNED))
 def test_learned_codes_are_stored_as_they_were_trained(name):
     order = np.random.default_rng(0).permutation(COLUMNS)
     weight, packed, rows = rows_of(name, order)

@@ -1,4 +1,7 @@
-"""Rows packed in ggml's types as tensors whose codes or block factors can be trained (calibration/learned_codes.py)."""
+"""Rows packed in ggml's types as tensors, whose codes and block factors can be trained.
+
+See calibration/learned_codes.py.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ from quantkit.formats.gguf.ggml.kquants import (
     with_scales,
 )
 
+LEARNED = {name for name, kind in KQUANTS.items() if not kind.steps}  # types whose codes can be trained
+
 
 class _Rows:
     """n packed rows, uint8 (n, bytes); `order` (K,): the source's column of each column, or None for the same order."""
@@ -40,76 +45,76 @@ class _Rows:
 
 
 class KRows(_Rows):
-    """Rows of a K-quant or IQ4_XS; `factors` (n, B or 2 B): the blocks' factors, then those of their minima, if any."""
+    """Rows of a K-quant or IQ4_XS: factor and offset (n, B) of the blocks, scales and minima (n, G) of the groups."""
 
     def __init__(self, name: str, packed: Bytes, order: NDArray[np.int64] | None, device: torch.device) -> None:
         super().__init__(name, packed, order, device)
         self.kind, stored = KQUANTS[name], read_scales(name, packed)
-        self.bits, rows = self.kind.bits, len(packed)
-        parts = (stored.factor, stored.offset, stored.scales, stored.minima)
-        factor, offset, scales, minima = (torch.from_numpy(part).to(device).reshape(rows, -1) for part in parts)
-        self.factors = torch.cat([factor, offset], 1) if self.kind.largest_minimum else factor
-        groups = (rows, -1, BLOCK // self.kind.group, 1)
-        self._scales, self._minima = scales.reshape(groups), minima.reshape(groups)
-        self._levels = torch.tensor(self.kind.steps, dtype=torch.float32, device=device)
+        self.bits, self.blocks = self.kind.bits, packed.shape[1] // self.kind.nbytes
+        self.factor, self.offset, self.scales, self.minima = (
+            torch.from_numpy(part.reshape(len(packed), -1).copy()).to(device)
+            for part in (stored.factor, stored.offset, stored.scales, stored.minima)
+        )
         self.codes = self._in_source(torch.from_numpy(read_codes(name, packed)).to(device))
 
     @property
-    def learns_codes(self) -> bool:
-        return not self.kind.steps
+    def factors(self) -> torch.Tensor:
+        """Return the factors of the scales and, if the type has minima, of these: (n, B or 2 B)."""
+        return torch.cat([self.factor, self.offset], 1) if self.kind.largest_minimum else self.factor
 
-    def _groups(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values (n, K) in groups: (n, B, groups of a block, group)."""
-        return self._in_file(values).reshape(*self._scales.shape[:3], self.kind.group)
+    def numbers(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return what the scales multiply, float32 (n, K) in the file's order."""
+        codes = self._in_file(codes)
+        if not self.kind.steps:
+            return codes.to(torch.float32) - self.kind.zero
+        return torch.tensor(self.kind.steps, dtype=torch.float32, device=codes.device)[codes.to(torch.int64)]
 
-    def _of_groups(self, values: torch.Tensor) -> torch.Tensor:
-        return self._in_source(values.expand(*values.shape[:3], self.kind.group).reshape(len(values), -1))
-
-    def _grid(self, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale and the minimum of each group, (n, B, groups of a block, 1)."""
-        factor, *offset = factors[..., None, None].split(self._scales.shape[1], 1)
-        return factor * self._scales, offset[0] * self._minima if offset else self._minima
-
-    def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
-        codes = self._groups(codes)
-        return codes - self.kind.zero if self.learns_codes else self._levels[codes.to(torch.int64)]
+    def _per_weight(self, factors: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return (factors.repeat_interleave(BLOCK // self.kind.group, 1) * whole).repeat_interleave(self.kind.group, 1)
 
     def dense(self) -> torch.Tensor:
-        return self.values(self.codes.float(), self.factors)
+        return self.values(self.codes, self.factors)
 
     def values(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        scale, minimum = self._grid(factors)
-        return self._of_groups(self._numbers(codes) * scale - minimum)
+        values = self.numbers(codes).mul_(self._per_weight(factors[:, : self.blocks], self.scales))
+        if self.kind.largest_minimum:
+            values.sub_(self._per_weight(factors[:, self.blocks :], self.minima))
+        return self._in_source(values)
 
     def positions(self, weight: torch.Tensor) -> torch.Tensor:
-        scale, minimum = self._grid(self.factors)
-        places = self._of_groups((self._groups(weight) + minimum) / scale + self.kind.zero)
-        return torch.where(places.isfinite(), places, self.codes.float())
+        above = self._in_file(weight) + self._per_weight(self.offset, self.minima)
+        places = self._in_source(above / self._per_weight(self.factor, self.scales) + self.kind.zero)
+        return torch.where(places.isfinite(), places, self.codes.to(torch.float32))
 
     def code_steps(self) -> torch.Tensor:
-        return self._of_groups(self._grid(self.factors)[0])
+        return self._in_source(self._per_weight(self.factor, self.scales))
 
     def factor_slopes(self, gradient: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        slopes = self._groups(gradient)
-        sums = [((slopes * self._numbers(codes)).sum(3, keepdim=True) * self._scales).sum((2, 3))]
-        if self.kind.largest_minimum:
-            sums.append(-(slopes.sum(3, keepdim=True) * self._minima).sum((2, 3)))
-        return torch.cat(sums, 1)
+        def sums(slopes: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+            each = slopes.reshape(*whole.shape, -1).sum(2) * whole
+            return each.reshape(len(each), self.blocks, -1).sum(2)
+
+        slopes = self._in_file(gradient)
+        parts = [sums(slopes * self.numbers(codes), self.scales)]
+        return torch.cat([*parts, -sums(slopes, self.minima)], 1) if self.kind.largest_minimum else parts[0]
 
     def learned(self, codes: torch.Tensor, factors: torch.Tensor) -> Self:
         return self._with(with_codes(self.name, self.packed, self._in_file(codes).cpu().numpy())).with_factors(factors)
 
     def with_factors(self, factors: torch.Tensor) -> Self:
-        blocks = self._scales.shape[1]
-        parts = (factors[:, :blocks], factors[:, blocks:], self._scales, self._minima)
-        factor, offset, scales, minima = (part.reshape(len(factors) * blocks, -1).cpu().numpy() for part in parts)
-        return self._with(with_scales(self.name, self.packed, Scales(factor, offset, scales, minima)))
+        changed = self._with(self.packed)
+        changed.factor, changed.offset = factors[:, : self.blocks], factors[:, self.blocks :]
+        return self._with(changed.repacked())
+
+    def repacked(self) -> Bytes:
+        """Return the packed rows with the present factors, offsets, scales and minima."""
+        parts = (self.factor, self.offset, self.scales, self.minima)
+        scales = Scales(*(part.reshape(len(part) * self.blocks, -1).cpu().numpy() for part in parts))
+        return with_scales(self.name, self.packed, scales)
 
 
 class PointRows(_Rows):
     """Rows of an IQ2 or IQ3 type; `factors` (n, B) are the blocks' factors, all else is fixed."""
-
-    learns_codes = False
 
     def __init__(self, name: str, packed: Bytes, order: NDArray[np.int64] | None, device: torch.device) -> None:
         super().__init__(name, packed, order, device)
@@ -136,7 +141,7 @@ class PointRows(_Rows):
 def trainable(
     name: str, packed: Bytes, order: NDArray[np.int64] | None, device: torch.device
 ) -> KRows | PointRows | None:
-    """Return rows packed as type `name` for training, or None if it has nothing to train here."""
+    """Return rows packed as type `name` for training, or None if nothing of the type can be trained."""
     if name in KQUANTS:
         return KRows(name, packed, order, device)
     return PointRows(name, packed, order, device) if name in CODEBOOKS else None
