@@ -46,8 +46,8 @@ ALL_BLOCKS = 32
 TEXT = str(REPOSITORY / "quantkit" / "data" / "sample_articles.txt")
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptq": ("gptq", "4", {}),
+    "awq --rounding nearest": ("awq", "4", {"rounding": "nearest"}),
     "awq": ("awq", "4", {}),
-    "awq --rounding gptq": ("awq", "4", {"rounding": "gptq"}),
     "gguf Q4_K_M --rounding gptq": ("gguf", "Q4_K_M", {"rounding": "gptq"}),
 }
 SMALL = {"gptq 8": ("gptq", "8", {}), "awq 2": ("awq", "2", {})}  # for models with odd shapes

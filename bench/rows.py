@@ -42,13 +42,13 @@ PEERS = (
     Row("autoawq-4", "AutoAWQ", "AWQ 4", "awq", "autoawq", "autoawq", asym=True),
 )
 GPTQ_4 = ("--method", "gptq", "--bits", "4")
-AWQ_GPTQ_4 = ("--method", "awq", "--bits", "4", "--rounding", "gptq")
+AWQ_GPTQ_4 = ("--method", "awq", "--bits", "4")
 OURS = (
     _ours("gptq-4", "GPTQ 4 sym", "gptq-4", *GPTQ_4),
     _ours("gptq-4-asym", "GPTQ 4 asym", "gptq-4-asym", *GPTQ_4, "--no-sym"),
     _ours("gptq-3", "GPTQ 3 sym", "gptq-3", "--method", "gptq", "--bits", "3"),
     _ours("gptq-2", "GPTQ 2 sym", "gptq-2", "--method", "gptq", "--bits", "2"),
-    _ours("awq-4", "AWQ 4", "awq", "--method", "awq", "--bits", "4"),
+    _ours("awq-4", "AWQ 4, nearest", "awq", *AWQ_GPTQ_4, "--rounding", "nearest"),
     _ours("int8", "W8A8 int8", "int8", "--method", "int8"),
     _ours("awq-gptq-4", "AWQ 4, then GPTQ", "awq-gptq", *AWQ_GPTQ_4),
     _ours("awq-gptq-refine-4", "AWQ 4, then GPTQ, refined", "awq-gptq-refine", *AWQ_GPTQ_4, "--refine"),

@@ -34,6 +34,7 @@ SMALL = REPOSITORY.parent / "shared" / "data" / "stories260k"
 TEXT = REPOSITORY / "quantkit" / "data" / "sample_articles.txt"
 CALIBRATION = {"text": str(TEXT), "sequences": 16, "length": 128}  # as few as learned rounding takes
 INNER = 192  # channels of the real model's MLP, of which 172 are not zero
+NEAREST = {"rounding": "nearest"}
 AWQ_LAYOUT, PACKED, GGUF = {"format": "awq"}, {"format": "compressed-tensors"}, {"format": "gguf"}
 
 
@@ -77,13 +78,11 @@ GROUPED: dict[str, list[tuple[str, dict[str, object]]]] = {
         ("auto", {"target_kld": 0.3, "target_bits": [3, 4]}),
     ],
     "awq": [
-        *((bits, form) for bits, form in (("2", PACKED), ("3", PACKED), ("4", {}), ("8", PACKED))),
-        *(("4", form) for form in (PACKED, {"sym": True} | GGUF, {"format": "gptq"})),
-        ("4", {"group_size": 32}),
-        *(("4", option) for option in ({"sym": True}, {"apply_clip": False}, {"refit": False}, {"n_grid": 5})),
-        *((bits, {"rounding": "gptq"} | PACKED) for bits in ("3", "4")),
-        ("4", {"rounding": "gptq", "rounds": 1}),
-        ("4", {"refine": True}),
+        *((bits, NEAREST | form) for bits, form in (("2", PACKED), ("3", PACKED), ("4", {}), ("8", PACKED))),
+        *(("4", NEAREST | form) for form in (PACKED, {"sym": True} | GGUF, {"format": "gptq"}, {"group_size": 32})),
+        *(("4", NEAREST | option) for option in ({"sym": True}, {"apply_clip": False}, {"refit": False}, {"n_grid": 5})),
+        *((bits, PACKED) for bits in ("3", "4")),
+        *(("4", option) for option in ({"rounds": 1}, {"refine": True}, NEAREST | {"refine": True})),
         ("auto", {"target_bpw": 4.0, "format": "compressed-tensors"}),
     ],
     "keep": [
@@ -120,8 +119,8 @@ DEMO: list[tuple[str, str, dict[str, object]]] = [
     ("gptq", "4", {}),
     ("gptq", "4", {"sym": False}),
     ("gptq", "4", {"refine": True}),
+    ("awq", "4", NEAREST),
     ("awq", "4", {}),
-    ("awq", "4", {"rounding": "gptq"}),
     ("rtn", "4", {}),
     ("nf4", "4", {}),
     ("ctranslate2", "int8", {}),

@@ -29,7 +29,7 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
 from quantkit.methods._targets import AUTO
-from quantkit.methods.gptq import Solver, in_shares, quantize_each, streams
+from quantkit.methods.gptq import Solver, feedback_bytes, in_shares, quantize_each, streams
 from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
 from quantkit.models.skeleton import load
 from quantkit.models.unfuse import expert_of
@@ -54,7 +54,7 @@ class Options(Learned, GroupedOptions):
     sym: bool = Field(False, description="symmetric grid, without zero points")
     apply_clip: bool = Field(True, description="search a clipped range for each group")
     rounding: Literal["nearest", "gptq"] = Field(
-        "nearest", description="how to round the scaled weights: to the nearest code, or with GPTQ's error feedback"
+        "gptq", description="how to round the scaled weights: with GPTQ's error feedback, or to nearest as in the paper"
     )
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
     rounds: int = Field(
@@ -209,11 +209,12 @@ def _unscaled_notes(job: Job, scalings: list[list[Scaling]]) -> tuple[str, ...]:
 
 
 def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory:
-    squares = 4 * sum(columns**2 for _, columns in shapes.stages)
-    # Memory: all Hessians of the block and its weights in float32; then the search over one group of layers.
+    # The block's weights, all Hessians and the search over one group of layers; later, rounding takes each weight.
     with_feedback = job.options.rounding == "gptq"
-    squares = max(2 * squares, 9 * 4 * shapes.widest**2) if with_feedback else 2 * squares
+    squares = 8 * sum(columns**2 for _, columns in shapes.stages)
     work = squares + 4 * shapes.block_parameters + 10 * 4 * shapes.largest_layer
+    if with_feedback:
+        work = max(work, feedback_bytes(shapes, job.device))
     work = max(work, refining_bytes(job.options, shapes))
     return PeakMemory(streams(job, shapes, _exact_share(job.options)), with_feedback, work)
 

@@ -71,7 +71,8 @@ def measure(warm, model, out, method, calibration, options):
     [
         ("rtn", SMALL, {}),
         ("gptq", WIDE, {}),
-        ("awq", WIDER, {}),
+        ("awq", WIDE, {}),
+        ("awq", WIDER, {"rounding": "nearest"}),
         ("int8", WIDE, {}),
         ("nf4", DEEP, {}),
         ("fp8", DEEP, {}),

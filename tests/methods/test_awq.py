@@ -189,7 +189,7 @@ def any_scale(weights, _hessian, _rounding, _points, heads, _shards):
 def test_scaling_alone_does_not_change_the_model(changes, search, tiny_with, monkeypatch):
     monkeypatch.setattr(awq, "search_scale", search)
     folder = tiny_with(dtype=torch.float32, num_hidden_layers=1, **changes)
-    job = job_for(folder, "awq", group_size=GROUP).job
+    job = job_for(folder, "awq", group_size=GROUP, rounding="nearest").job
     model = plain_model(folder, torch.float32)
     ids, before = calibration_ids(job), {name: value.detach().clone() for name, value in model.named_parameters()}
     with torch.no_grad():
@@ -255,6 +255,6 @@ def test_trials_clip_where_the_rounding_does(clip, one_block, tmp_path, monkeypa
 
     plain = PlainRounding.round
     monkeypatch.setattr(PlainRounding, "round", noted)
-    converted(one_block, tmp_path / "out", "awq", group_size=GROUP, n_grid=2, apply_clip=clip)
+    converted(one_block, tmp_path / "out", "awq", group_size=GROUP, n_grid=2, apply_clip=clip, rounding="nearest")
     assert set(trials) == {clip}
     assert roundings == [clip] * 7  # layers
