@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 from gguf_files import TEMPLATE, save_model
 from test_docs import RUNNABLE, commands
 from tiny_adapters import low_rank, save_adapter
@@ -27,6 +28,7 @@ QUANTKIT = str(Path(sys.executable).parent / "quantkit")
 NOT_RUN = {
     "eval-tasks": "the harness fetches the tasks' questions from the hub; tests/evaluation/test_tasks.py runs its own",
     "ray": "needs a cluster; tests/comparison/test_executors.py begins one",
+    "eager": "the engine that the page's reader adds; tests/test_docs.py adds it",
     "cuda": "needs a GPU; bench/gpu.py is for that",
     "cuda:1": "needs two GPUs",
     "--create": "needs the hub; tests/publishing has a server of its own",
@@ -76,10 +78,15 @@ def prepare(folder, words):
             save_adapter(folder / adapter, low_rank(model, paths, seed=seed))
     if words[0] in ("convert", "import") and "--out" in words:
         shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
+    if words[0] == "run":
+        shutil.rmtree(folder / yaml.safe_load((folder / words[1]).read_text())["out"], ignore_errors=True)
     needed = {"demo-float16"} if "recipes/sweep.yaml" in words else set(words[1:2])
     for name in KNOWN.keys() & needed:
         if not (folder / name).exists():
             convert(str(cache_folder() / DEMO), *KNOWN[name], folder / name)
+    if "my-model" in words:
+        shutil.copytree(folder / "demo-gguf", folder / "my-gguf")
+        (folder / "my-model").symlink_to(cache_folder() / DEMO)
 
 
 def serve(folder, words, log):
