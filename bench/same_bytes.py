@@ -80,7 +80,7 @@ GROUPED: dict[str, list[tuple[str, dict[str, object]]]] = {
     "awq": [
         *((bits, NEAREST | form) for bits, form in (("2", PACKED), ("3", PACKED), ("4", {}), ("8", PACKED))),
         *(("4", NEAREST | form) for form in (PACKED, {"sym": True} | GGUF, {"format": "gptq"}, {"group_size": 32})),
-        *(("4", NEAREST | option) for option in ({"sym": True}, {"apply_clip": False}, {"refit": False}, {"n_grid": 5})),
+        *(("4", NEAREST | how) for how in ({"sym": True}, {"apply_clip": False}, {"refit": False}, {"n_grid": 5})),
         *((bits, PACKED) for bits in ("3", "4")),
         *(("4", option) for option in ({"rounds": 1}, {"refine": True}, NEAREST | {"refine": True})),
         ("auto", {"target_bpw": 4.0, "format": "compressed-tensors"}),

@@ -81,6 +81,7 @@ def prepare(folder, words):
     if words[0] == "run":
         shutil.rmtree(folder / yaml.safe_load((folder / words[1]).read_text())["out"], ignore_errors=True)
     needed = {"demo-float16"} if "recipes/sweep.yaml" in words else set(words[1:2])
+    needed |= {"demo-gguf"} if "my-model" in words else set()
     for name in KNOWN.keys() & needed:
         if not (folder / name).exists():
             convert(str(cache_folder() / DEMO), *KNOWN[name], folder / name)
