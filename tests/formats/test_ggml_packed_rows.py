@@ -51,6 +51,10 @@ def test_learned_codes_are_stored_as_they_were_trained(name):
     steps = rows.values(rows.codes.float() + 1, rows.factors) - rows.dense()
     assert torch.allclose(steps, rows.code_steps(), atol=1e-5)
     assert torch.allclose(rows.positions(rows.dense()), rows.codes.float(), atol=1e-2)
+    # Where scales are zero, codes stay.
+    no_effect = rows.code_steps() == 0
+    assert bool(no_effect.any())
+    assert torch.equal(rows.positions(weight + 1)[no_effect], rows.codes.float()[no_effect])
     for number in range(4):
         soft.step((soft.value(number) - 1.5 * weight), number)
     soft.keep()

@@ -322,13 +322,13 @@ def _peak_memory(job: CheckedJob[Options, GgufFile], shapes: Shapes) -> PeakMemo
     from quantkit.calibration.scale_tuning import refining_bytes
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq
-    from quantkit.methods.gguf.error_feedback import exact_share
+    from quantkit.methods.gguf.error_feedback import recorded
 
     options = job.options
     further = peak_bytes(job.recipe.calibration, shapes, with_head=True) if options.targeted else {}
     if not options.feedback:
         return PeakMemory(1, work=2 * FLOAT32 * job.batch_tokens * shapes.widest, further=further)
-    streams = gptq.streams(job, shapes, exact_share(options))
+    streams = gptq.streams(job, shapes, recorded(options)["gptaq_share"])
     work = max(gptq.feedback_bytes(shapes, job.device), refining_bytes(options, shapes))
     return PeakMemory(streams, suspended=True, work=work, further=further)
 

@@ -56,11 +56,11 @@ def quantize_blocks(job: CheckedJob[Any], run: Run, plan: Plan, spool: Spool) ->
 
     Resumes after the blocks that `spool` already holds.
     """
-    options = job.options
+    options, settings = job.options, recorded(job.options)
     tensors = {part: tensor for tensor in plan.tensors for part in tensor.parts}
     restore = partial(_finished, tensors, spool)
     then = partial(_tune, job, run, tensors, spool) if options.tuned else None
-    exact, ample = exact_share(options), 0 if options.refine else AMPLE_TOKENS
+    exact, ample = settings["gptaq_share"], int(settings["ample_tokens"])
     for block in walk(job, run, exact=exact, ample=ample, restore=restore, then=then):
         layers: dict[str, Bytes] = {}
         quantize = partial(_quantize_group, job, block, tensors, layers)
@@ -73,14 +73,9 @@ def quantize_blocks(job: CheckedJob[Any], run: Run, plan: Plan, spool: Spool) ->
 
 
 def recorded(options: Learned) -> dict[str, float]:
-    """Return what a manifest records of this module's settings."""
+    """Return this module's settings, as manifests record them."""
     share, ample = (1.0, 0) if options.refine else (GPTAQ_SHARE, AMPLE_TOKENS)
     return {"damp_percent": DAMP_PERCENT, "shrinkage": SHRINKAGE, "gptaq_share": share, "ample_tokens": ample}
-
-
-def exact_share(options: Learned) -> float:
-    """Return the share of calibration sequences that also run through the unquantized model."""
-    return 1.0 if options.refine else GPTAQ_SHARE
 
 
 def _refine(job: CheckedJob[Any], block: Block, tensors: Mapping[str, PlannedTensor], layers: dict[str, Bytes]) -> None:
