@@ -16,7 +16,7 @@ LENGTH = 16
 # Starts that leave something to learn.
 POOR = {
     "gptq": {"scale_search": False, "refit": False, "gptaq": False, "shrinkage": 100.0},
-    "awq": {"apply_clip": False, "n_grid": 2},
+    "awq": {"apply_clip": False, "n_grid": 2, "rounding": "nearest"},
 }
 LEARNED = {"rounding": {"refine_steps": 12, "tune_steps": 0}, "scales": {"refine_steps": 0, "tune_steps": 6}}
 
