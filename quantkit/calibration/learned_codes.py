@@ -97,7 +97,7 @@ class Learnable(Tunable, Protocol):
     """A quantized weight whose values are linear between neighbouring codes, too."""
 
     def positions(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return where each element of `weight`, float32 (N, K), lies between the codes."""
+        """Return `weight`, float32 (N, K), on the scale of the codes, before rounding and clamping."""
 
     def code_steps(self) -> torch.Tensor:
         """Return how far the values of neighbouring codes are apart, float32 (N, K)."""

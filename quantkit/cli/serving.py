@@ -111,9 +111,8 @@ def _print_load(report: LoadReport) -> None:
     ):
         if (m := report.find(name)) is not None:
             say(f"{title}: {m.value:.{digits}f}")
-    at_once = report.find("max_in_flight")
-    assert at_once is not None
-    say(f"{report.completed} answers in {report.seconds:.1f} s, at most {at_once.value:.0f} requests at once")
+    if (m := report.find("max_in_flight")) is not None:
+        say(f"{report.completed} answers in {report.seconds:.1f} s, at most {m.value:.0f} requests at once")
     for kind, count in report.counts.items():
         if kind != OK:
             example = f": {report.examples[kind]}" if kind in report.examples else ""

@@ -37,7 +37,7 @@ class GroupedWeight:
         return self.scales.float()
 
     def dense(self) -> torch.Tensor:
-        return self.steps().mul_(self.spread(self.scales))
+        return self.values(self.codes.float(), self.scales)
 
     def steps(self) -> torch.Tensor:
         """Return codes minus zeros, float32 (N, K)."""

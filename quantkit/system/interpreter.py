@@ -42,7 +42,7 @@ def refuse_unmet(python: str, requirements: tuple[str, ...], what: str) -> None:
         name, oldest = requirement.split(">=")
         missing, found = inspect_interpreter(python, (name.replace("-", "_"),))
         if missing or version_numbers(found or "") < version_numbers(oldest):
-            # Without --no-deps, pip would install another vLLM beside a CPU wheel with its own name.
+            # vLLM's CPU wheel has another name: without --no-deps, pip would install vLLM a second time.
             raise DependencyError(
                 f"{what} needs {requirement}, and {python} has {'none' if missing else found}. Install it with: "
                 f"{python} -m pip install --no-deps {' '.join(map(shlex.quote, requirements))}"

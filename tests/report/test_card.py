@@ -43,6 +43,14 @@ def made(carded, artifact_of, tmp_path):
     return open_artifact(shutil.copytree(artifact_of("rtn", model=carded).folder, tmp_path / "out"))
 
 
+def shown(value):
+    """An option's value; of a table, the first entries."""
+    if not isinstance(value, dict):
+        return value
+    first = ", ".join(f"{key}={each}" for key, each in [*value.items()][:4])
+    return first if len(value) <= 4 else f"{first}, ... ({len(value)} in all)"
+
+
 @pytest.mark.parametrize("method", slow_but(("gptq", "rtn", "nf4", "ctranslate2", "gguf"), FLOAT_METHODS))
 def test_the_card_of_each_method(method, carded, artifact_of):
     artifact = artifact_of(method, model=carded)
@@ -57,8 +65,7 @@ def test_the_card_of_each_method(method, carded, artifact_of):
     assert card.data.tags == [method, f"{BITS[method]}-bit", "quantkit"]
     m = artifact.manifest
     parts = [f"| bits per weight | {m.bits_per_weight:.2f} |", f"| method | {method} |", "| seed | 0 |", *m.notes]
-    # Of a table among the options, the card has the first entries.
-    options = (f"| {name} | {'' if isinstance(value, dict) else f'{value} |'}" for name, value in m.options.items())
+    options = [f"| {name} | {shown(value)} |" for name, value in m.options.items()]
     for part in (*parts, *options, *LOADED_BY.get(method, [])):
         assert part in text
     assert "{" not in card.content.replace('{"', "")

@@ -127,3 +127,4 @@ def test_what_is_printed_are_the_measured_percentiles():
     for title, factor in (("time to first token, ms", 1), ("time per output token, ms", 0.5), ("whole answer, ms", 2)):
         wanted = (np.percentile(seconds, at) * 1000 * factor for at in (50, 90, 99))
         assert [title, *(f"{value:.1f}" for value in wanted)] in rows
+    assert "5 answers in 30.0 s, at most 1 requests at once" in printed.get()

@@ -5,6 +5,7 @@ See calibration/learned_codes.py.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Self
 
 import numpy as np
@@ -102,7 +103,7 @@ class KRows(_Rows):
         return self._with(with_codes(self.name, self.packed, self._in_file(codes).cpu().numpy())).with_factors(factors)
 
     def with_factors(self, factors: torch.Tensor) -> Self:
-        changed = self._with(self.packed)
+        changed = copy(self)
         changed.factor, changed.offset = factors[:, : self.blocks], factors[:, self.blocks :]
         return self._with(changed.repacked())
 
