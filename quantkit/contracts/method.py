@@ -109,7 +109,7 @@ class Method(Generic[OwnOptions, OwnPlan]):
     another kind of values and default format. refuse_config(config) returns why no model with this config.json is
     supported, if config.json alone shows it (without torch or transformers), else None. check(job) refuses jobs that
     cannot work, before any long work. write(job, run) computes the tensors and passes them to the format's writer in
-    run.folder. `weights_comparable`: stored values approximate the source's, tensor by tensor. calibrated(options)
+    run.folder. weights_comparable(options): stored values approximate the source's, one by one. calibrated(options)
     returns whether it needs calibration text, needs_torch(options) whether it needs torch, directly or in transformers.
     peak_memory(job, shapes) returns the memory of the work on a decoder block; None: no forecast. refuse_ranks(job)
     returns why several processes cannot share the work; None: they can. bits_of(source) returns the bits that the
@@ -128,7 +128,7 @@ class Method(Generic[OwnOptions, OwnPlan]):
     default_format: str
     check: Callable[[Job[OwnOptions]], Checked[OwnPlan]]
     write: Callable[[CheckedJob[OwnOptions, OwnPlan], Run], None]
-    weights_comparable: bool = True
+    weights_comparable: Callable[[OwnOptions], bool] = lambda _options: True
     calibrated: Callable[[OwnOptions], bool] = lambda _options: False
     needs_torch: Callable[[OwnOptions], bool] = lambda _options: True
     peak_memory: Callable[[CheckedJob[OwnOptions, OwnPlan], Shapes], PeakMemory] | None = None

@@ -49,7 +49,7 @@ def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightErro
         artifact,
         progress,
         lambda name, stored: _original(job, name, stored),
-        job.method.weights_comparable,
+        job.method.weights_comparable(job.options),
         lambda: job.skeleton,
     )
     if not errors:

@@ -1,14 +1,11 @@
 """AWQ: scale up input channels with large activations, fold the inverse into the layer before, then round.
 
-Paper: Lin et al., AWQ, arXiv:2306.00978 (section 3.2; clipping as in its code release).
-Differences: the output error of each trial is computed exactly from the input Hessian as tr(D H D^T), so no activations
-are stored; channel magnitudes are root mean squares; clipping is weighted by the Hessian's diagonal.
+Paper: Lin et al., AWQ, arXiv:2306.00978 (section 3.2; clipping as in its code release). Clipping is weighted by the
+Hessian's diagonal; calibration/channel_scales.py has the search of scales.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
@@ -17,33 +14,33 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
+from quantkit.calibration.channel_scales import (
+    Rounded,
+    ScaleSearch,
+    block_values,
+    scale_block,
+    scaling_bytes,
+    unscaled_notes,
+)
 from quantkit.calibration.kv_scales import add_kv_scales
 from quantkit.calibration.learned_options import Learned
 from quantkit.calibration.learned_rounding import refine, refuse_few_sequences
 from quantkit.calibration.moments import LinearGroup
 from quantkit.calibration.scale_tuning import refining_bytes, tune_scales
-from quantkit.calibration.walk import exact_sequences, finished_block, walk
+from quantkit.calibration.walk import finished_block, walk
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import FEEDBACK_RECORD, CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
-from quantkit.errors import UnsupportedError
 from quantkit.methods._layer_bits import BIT_SEARCH, KIND, GroupedOptions, base_bits, check_bits
 from quantkit.methods._targets import AUTO
 from quantkit.methods.gptq import Solver, feedback_bytes, in_shares, quantize_each, streams
-from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
-from quantkit.models.skeleton import load
-from quantkit.models.unfuse import expert_of
-from quantkit.numerics.error_feedback import Feedback, FeedbackSettings
+from quantkit.models.awq_mappings import provable_scalings
+from quantkit.numerics.error_feedback import FeedbackSettings
 from quantkit.numerics.grid import Grid, cast_finite, round_to_grid, round_to_nearest
-from quantkit.numerics.matmul import product_in, quick
 from quantkit.numerics.quantized_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian, Refit, RoundedLayer
-from quantkit.system.ranks import ALONE, Shards
 
 BITS = 4
-PANEL = 512  # columns of one product of a trial's loss
-COARSE = 4  # step between exponents in the first round of trials
-SAMPLED_ROWS = 256  # rows in a trial, spread evenly over the layers that share scales
 # Of rounding with error feedback, which has more settings than AWQ has options.
 FEEDBACK = FeedbackSettings(damp_percent=0.01, shrinkage=0.5, gptaq_share=0.25, ample_tokens=80)
 
@@ -82,91 +79,15 @@ class PlainRounding:
     least_zero: int = 0
     clip: bool = False
 
+    def tried(self, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+        """Return `weight` after rounding with a quick search; arguments as in `round`."""
+        return self.round(weight, importance, quick=True).dense()
+
     def round(self, weight: torch.Tensor, importance: torch.Tensor, quick: bool = False) -> GroupedWeight:
         """Round `weight`, float32 (N, K); `importance` (K,) weights range-search errors, `quick` as in `fit_grid`."""
         search = {"importance": importance, "search": "quick" if quick else True} if self.clip else {}
         grids = {"symmetric": self.symmetric, "least_zero": self.least_zero}
         return round_to_nearest(weight, self.group_size, self.bits, **grids, **search)
-
-
-def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """Return E |change x|^2 = tr(change H change^T) as a float64 scalar tensor, without synchronizing the device.
-
-    change is float32 (N, K); H = E[x x^T] is (K, K), float32 or in `quick` dtype, or its diagonal, float32 (K,).
-    """
-    if hessian.ndim == 1:
-        return (change.square().sum(0) * hessian).sum(dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64, device=change.device)
-    for left in range(0, change.shape[1], PANEL):
-        spread = product_in(change[:, left : left + PANEL], hessian[left : left + PANEL, left:])
-        spread[:, PANEL:] *= 2  # H is symmetric: the upper triangle also counts for the lower one
-        total += spread.mul_(change[:, left:]).sum()
-    return total
-
-
-def share_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """Average (heads * d,) values over the query heads of each key-value head; return (kv_heads * d,)."""
-    return values.reshape(kv_heads, heads // kv_heads, -1).mean(1).reshape(-1)
-
-
-def repeat_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """Repeat (kv_heads * d,) values for all query heads of each key-value head; return (heads * d,)."""
-    return values.reshape(kv_heads, 1, -1).expand(kv_heads, heads // kv_heads, -1).reshape(-1)
-
-
-def search_scale(
-    weights: list[torch.Tensor],
-    hessian: torch.Tensor,
-    rounding: PlainRounding,
-    points: int,
-    heads: tuple[int, int],
-    shards: Shards = ALONE,
-) -> torch.Tensor:
-    """Return the channel scales, float32 (K,), with the least output error of `weights` [(N, K)] after `rounding`.
-
-    `hessian` as in `output_error`. Trials: no scaling, rms(x)^a, and rms(x)^a / mean|w|^(1-a), for `points` exponents a
-    in (0, 1], first every COARSE-th, then those around the best. `heads` (query, key-value) ties the scales of query
-    heads that share a value head; (1, 1) leaves all channels free. Ranks share the trials.
-    """
-    diagonal = hessian if hessian.ndim == 1 else torch.diagonal(hessian)
-    rms = diagonal.clamp(min=0).sqrt()
-    rms = repeat_heads(share_heads(rms, *heads), *heads)
-    rms = rms.clamp(min=float(rms.max()) * 1e-4 + 1e-12)
-    size = repeat_heads(share_heads(torch.cat(weights).abs().mean(0), *heads), *heads)
-    size = size.clamp(min=float(size.max()) * 1e-4 + 1e-12)
-    near = hessian if hessian.ndim == 1 else quick(hessian)
-    every = -(-sum(map(len, weights)) // SAMPLED_ROWS)
-    weights = [weight[::every] for weight in weights]
-
-    def trial(by_size: bool, point: int) -> torch.Tensor:
-        a = point / points
-        scale = rms**a / size ** (1 - a) if by_size else rms**a
-        return scale / (scale.max() * scale.min()).sqrt()
-
-    def loss(scale: torch.Tensor) -> torch.Tensor:
-        importance = diagonal / scale.square()
-        total = torch.zeros((), dtype=torch.float64, device=rms.device)
-        for weight in weights:
-            layer = rounding.round(weight * scale, importance, quick=True)
-            total += output_error(layer.dense() / scale - weight, near)
-        return total
-
-    errors: dict[tuple[bool, int], float] = {}
-
-    def best_of(kinds: tuple[bool, ...], exponents: Iterable[int]) -> tuple[bool, int]:
-        more = [(kind, a) for a in exponents for kind in kinds if (kind, a) not in errors]
-        found = torch.zeros(len(more), dtype=torch.float64, device=rms.device)
-        for number in range(shards.rank, len(more), shards.size):
-            found[number] = loss(trial(*more[number]))
-        shards.sum(found)
-        errors.update(zip(more, found.tolist(), strict=True))
-        # If no trial has a finite error, take the first.
-        return min(errors, key=lambda each: errors[each] if math.isfinite(errors[each]) else math.inf)
-
-    best_of((False,), (0, points))  # of which the kinds are the same
-    kind, point = best_of((False, True), range(points - COARSE, 0, -COARSE))
-    kinds = (kind,) if 0 < point < points else (False, True)
-    return trial(*best_of(kinds, range(max(1, point - COARSE + 1), min(points, point + COARSE))))
 
 
 def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:
@@ -188,31 +109,13 @@ def _check(job: Job[Options]) -> Checked[Layout]:
     checked = check_bits(job, layout)
     record = {} if options.feedback is None else {FEEDBACK_RECORD: asdict(options.feedback)}
     scalings = provable_scalings(job.skeleton, job.source.config)
-    notes = (*checked.notes, *_unscaled_notes(job, scalings))
+    notes = (*checked.notes, *unscaled_notes(job, scalings))
     return replace(checked, options={**checked.options, **record}, notes=notes)
 
 
-def _unscaled_notes(job: Job, scalings: list[list[Scaling]]) -> tuple[str, ...]:
-    """Return a note on layers whose inputs AWQ cannot scale; raise UnsupportedError if it can scale none."""
-    count, left, names = unscaled(job.skeleton, scalings)
-    if left == count:
-        raise UnsupportedError(
-            f"AWQ finds no layer in the blocks of {job.source.architecture!r} whose inputs it can scale without "
-            "changing what the model computes"
-        )
-    if not left:
-        return ()
-    return (
-        f"AWQ scales no inputs of {left} of {count} linear layers, because nothing "
-        f"before them can take the inverse. They are only rounded: {', '.join(names)}",
-    )
-
-
 def _peak_memory(job: CheckedJob[Options, Layout], shapes: Shapes) -> PeakMemory:
-    # The block's weights, all Hessians and the search over one group of layers; later, rounding takes each weight.
     with_feedback = job.options.rounding == "gptq"
-    squares = 8 * sum(columns**2 for _, columns in shapes.stages)
-    work = squares + 4 * shapes.block_parameters + 10 * 4 * shapes.largest_layer
+    work = scaling_bytes(shapes)  # later, rounding takes each weight
     if with_feedback:
         work = max(work, feedback_bytes(shapes, job.device))
     work = max(work, refining_bytes(job.options, shapes))
@@ -226,53 +129,15 @@ def _exact_share(options: Options) -> float:
     return 0.0 if options.feedback is None else options.feedback.gptaq_share
 
 
-def _searched_sequences(job: Job[Options], block: Block) -> int | None:
-    """Return how many calibration sequences the scale search uses; None means all.
-
-    With plain rounding, search and rounding share their Hessians, so all are used. Error feedback has its own Hessians;
-    the search then uses only the share for earlier layers' errors. Experts use all, as each sees few tokens.
-    """
-    if job.options.feedback is None or any(expert_of(name) is not None for name in block.linears):
-        return None
-    sequences, length, _ = block.inputs.shape
-    widest = max(layer.in_features for layer in block.linears.values())
-    return exact_sequences(job.options.feedback.gptaq_share, sequences, length, widest)
-
-
-def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
-    """Return the mean Hessian of layers that share a scale, weighted by the number of tokens each one saw."""
-    if len(hessians) == 1:
-        return next(iter(hessians.values()))
-    total = sum(tokens[name] for name in hessians)
-    return sum((hessian * (tokens[name] / total) for name, hessian in hessians.items()), start=torch.zeros(()))
-
-
-def _scale_block(
-    job: CheckedJob[Options, Layout],
-    block: Block,
-    scalings: list[Scaling],
-    values: dict[str, torch.Tensor],
-    hessians: dict[str, torch.Tensor],
-) -> None:
-    """Search and apply scales: change the weights in `values` (float32, by full name) and input Hessians in place."""
+def _search(job: CheckedJob[Options, Layout]) -> ScaleSearch:
+    """Return the search of scales; its trials round to nearest, on the layers' own grids."""
     options, plan = job.options, job.checked.plan
-    for scaling in scalings:
-        names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
-        heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config.get_text_config())
-        seen = {name: hessians[name] for name in names if name in hessians}
-        mean = _mean_hessian(seen, block.moments.tokens)
-        # With error feedback, later columns absorb most of a column's error, and the moments are
-        # no longer needed.
-        costs = mean
-        if options.feedback is not None:
-            costs = Feedback(mean, shrinkage=FEEDBACK.shrinkage, damp_percent=FEEDBACK.damp_percent).costs
-        rounding = PlainRounding(int(plan.group_size), options.sym, plan.bits_of(names[0]), clip=options.apply_clip)
-        weights = [values[name] for name in names]
-        scale = search_scale(weights, costs, rounding, options.n_grid, heads, job.shards)
-        for hessian in seen.values():
-            hessian /= scale[:, None] * scale[None, :]
-        block.input_scales |= dict.fromkeys(names, scale)
-        fold(scaling, values, block.prefix, scale, heads)
+
+    def rounded(name: str) -> Rounded:
+        bits = plan.bits_of(name)
+        return PlainRounding(int(plan.group_size), options.sym, bits, clip=options.apply_clip).tried
+
+    return ScaleSearch(options.n_grid, rounded, options.feedback)
 
 
 def _quantize_group(
@@ -305,7 +170,7 @@ def _quantize_group(
 
 def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
     options = job.options
-    scalings = provable_scalings(job.skeleton, job.source.config)
+    scalings, search = provable_scalings(job.skeleton, job.source.config), _search(job)
     with job.open_writer(run, job.checked.plan) as writer:
         for block in walk(
             job,
@@ -315,13 +180,9 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
             restore=partial(finished_block, writer),
             then=partial(tune_scales, job, run, writer, options.tune_steps) if options.tuned else None,
         ):
-            values = {
-                block.prefix + name: load(job.source, job.skeleton, block.prefix + name).to(block.device, torch.float32)
-                for name, _ in block.module.named_parameters()
-            }
-            groups = block.groups()
-            hessians = block.hessians(groups, sequences=_searched_sequences(job, block))
-            _scale_block(job, block, scalings[block.index], values, hessians)
+            values, groups = block_values(job, block), block.groups()
+            hessians = block.hessians(groups, sequences=search.sequences(block))
+            scale_block(job, block, scalings[block.index], values, hessians, search)
             for name, value in values.items():
                 if name not in block.linears:
                     values[name] = cast_finite(value.cpu(), torch.float16, f"{name} of {job.source.model}")
@@ -356,7 +217,7 @@ METHOD = Method(
     default_format="awq",
     check=_check,
     write=_write,
-    weights_comparable=False,
+    weights_comparable=lambda _options: False,
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
     other_kinds=KIND | dict.fromkeys(("2", "3", "8"), KIND[AUTO]),  # AWQ's own format holds only 4 bits

@@ -17,13 +17,13 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
+from quantkit.calibration.channel_scales import repeat_heads, share_heads
 from quantkit.calibration.kv_scales import WithKvScales, add_kv_scales
 from quantkit.calibration.walk import finished_block, walk
 from quantkit.contracts.format import Content, Layout
 from quantkit.contracts.method import CheckedJob, Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
-from quantkit.methods.awq import repeat_heads, share_heads
 from quantkit.methods.gptq import quantize_each
 from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
 from quantkit.models.skeleton import load
@@ -78,7 +78,7 @@ def smoothing(
     """Return the channel scales, float32 (K,), with the least output error of `weights` [(N, K)] on the sample.
 
     Trials: no scaling, and max|x|^a / max|w|^(1-a) for a in [0, 1], with inputs / scales and weights * scales
-    rounded to int8. `heads` as in `search_scale` of awq.py.
+    rounded to int8. `heads` as in `search_scale` of channel_scales.py.
     """
     columns = weights[0].shape[1]
     if sample.largest is None:
@@ -228,7 +228,7 @@ METHOD = Method(
     default_format="compressed-tensors",
     check=_check,
     write=_write,
-    weights_comparable=False,
+    weights_comparable=lambda _options: False,
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
 )

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from engine_logits import far_apart, logits_of_llama_cpp
 from gguf_files import file_in, identical_tensors, job_for, quantized_by_llama_cpp, saved, slow_but, tensors_of, written
 from safetensors.torch import load_file, save_file
 from test_gguf_architectures import DOTS, INDEX, KIMI, SPARSE, WINDOWED
@@ -13,6 +14,8 @@ from tiny_architectures import SLIDING as SLIDE
 from tiny_llama import calibration
 from tiny_models import CALIBRATION, changed_copy
 
+from quantkit.calibration import channel_scales
+from quantkit.calibration.channel_scales import repeat_heads, share_heads
 from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.source import open_source
@@ -183,3 +186,32 @@ def test_columns_in_another_order(tmp_path):
     assert identical_tensors(file_in(one.folder), file_in(other.folder)) > 10
     with pytest.raises(UnsupportedError, match=r"linear_attn\.out_proj\.weight reordered"):
         convert(str(folder), "rtn", "4", tmp_path / "out", format="gguf")
+
+
+SCALED = {"gemma3_text": {"query_pre_attn_scalar": 16}, "phi3": {}, "qwen3_moe": {}, "qwen2": {}, "qwen3_next": {}, "deepseek_v3": {}}
+
+
+def any_scale(weights, _costs, _rounded, _points, heads, _shards):
+    """Scales between 1/3 and 3 that mean nothing, equal for query heads that share a value head."""
+    drawn = torch.rand(weights[0].shape[1], generator=torch.Generator().manual_seed(0))
+    return repeat_heads(share_heads(torch.exp(drawn * 2.2 - 1.1), *heads), *heads)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_channels_do_not_change_what_a_file_computes(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(channel_scales, "search_scale", any_scale)
+    folder = saved(tmp_path / "model", name, **SCALED[name])
+    made = {
+        awq: convert(
+            str(folder), "gguf", "Q2_K", tmp_path / str(awq), calibration=CALIBRATION, rounding="gptq", awq=awq,
+            tensor_type={".": "F32"},
+        )
+        for awq in (False, True)
+    }  # fmt: skip
+    plain, scaled = (tensors_of(file_in(artifact.folder)) for artifact in made.values())
+    changed = {key.split(".", 3)[-1] for key, value in scaled.items() if not torch.equal(value, plain[key])}
+    assert any("norm" in key for key in changed), changed
+    assert len(changed) > 4, changed
+    tokens = np.arange(30).tolist()
+    want, got = (logits_of_llama_cpp(file_in(artifact.folder), tokens) for artifact in made.values())
+    assert far_apart(got, want) < 1e-3

@@ -9,8 +9,10 @@ from tiny_llama import HEADS, KV_HEADS, LINEARS, calibration_ids, converted, hes
 from transformers.models.llama.modeling_llama import repeat_kv
 from trials import read_back
 
+from quantkit.calibration import channel_scales
+from quantkit.calibration.channel_scales import output_error, repeat_heads, scale_block, search_scale, share_heads
 from quantkit.methods import awq
-from quantkit.methods.awq import PlainRounding, output_error, refitted, repeat_heads, search_scale, share_heads
+from quantkit.methods.awq import PlainRounding, refitted
 from quantkit.models.awq_mappings import provable_scalings
 from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics.error_feedback import Feedback
@@ -40,7 +42,7 @@ def rounded(weight, scale):
 
 @pytest.mark.parametrize("panel", [48, 128])
 def test_the_output_error_is_that_of_explicit_inputs(panel, monkeypatch):
-    monkeypatch.setattr(awq, "PANEL", panel)  # of 128 columns
+    monkeypatch.setattr(channel_scales, "PANEL", panel)  # of 128 columns
     weight, x = layer_and_inputs()
     change = rounded(weight, torch.ones(128)) - weight
     assert float(output_error(change, x.T @ x / len(x))) == pytest.approx(explicit_error(change, x), rel=1e-4)
@@ -82,7 +84,7 @@ def clipped(weight, scale, importance):
 def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed, clip):
     weights, x = [layer_and_inputs(seed)[0], layer_and_inputs(seed + 10, rows=32)[0]], layer_and_inputs(seed)[1]
     points = 10
-    scale = search_scale(weights, x.T @ x / len(x), PlainRounding(GROUP, clip=clip), points, FREE)
+    scale = search_scale(weights, x.T @ x / len(x), [PlainRounding(GROUP, clip=clip).tried] * 2, points, FREE)
     importance, size = x.square().mean(0), torch.cat(weights).abs().mean(0)
     rms = importance.sqrt()
     trials = {(kind, 0): torch.ones(128) for kind in "xw"}
@@ -106,7 +108,7 @@ def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed, clip):
 def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed, clip):
     weight, x = layer_and_inputs(seed)
     costs = x.square().mean(0)
-    rounding = PlainRounding(GROUP, clip=clip)
+    rounding = [PlainRounding(GROUP, clip=clip).tried]
     wanted = search_scale([weight], torch.diag(costs), rounding, 20, FREE)
     assert not torch.equal(wanted, torch.ones(128))
     assert torch.equal(search_scale([weight], costs, rounding, 20, FREE), wanted)
@@ -165,7 +167,8 @@ def scaled_blocks(job, model):
         block = SimpleNamespace(prefix=prefix, moments=SimpleNamespace(tokens={}), input_scales={})
         first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
         hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}
-        awq._scale_block(job, block, provable_scalings(skeleton, job.source.config)[i], values, hessians)
+        scalings = provable_scalings(skeleton, job.source.config)[i]
+        scale_block(job, block, scalings, values, hessians, awq._search(job))
         with torch.no_grad():
             for name, value in values.items():
                 model.get_parameter(name).copy_(value)
@@ -173,7 +176,7 @@ def scaled_blocks(job, model):
     return claimed
 
 
-def any_scale(weights, _hessian, _rounding, _points, heads, _shards):
+def any_scale(weights, _hessian, _rounded, _points, heads, _shards):
     """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
     columns = weights[0].shape[1]
     scale = torch.exp(torch.rand(columns, generator=torch.Generator().manual_seed(columns)) * 2.2 - 1.1)
@@ -187,7 +190,7 @@ def any_scale(weights, _hessian, _rounding, _points, heads, _shards):
     ({"num_key_value_heads": 1}, any_scale),
 ], ids=["grouped heads", "biases", "all heads", "one head"])  # fmt: skip
 def test_scaling_alone_does_not_change_the_model(changes, search, tiny_with, monkeypatch):
-    monkeypatch.setattr(awq, "search_scale", search)
+    monkeypatch.setattr(channel_scales, "search_scale", search)
     folder = tiny_with(dtype=torch.float32, num_hidden_layers=1, **changes)
     job = job_for(folder, "awq", group_size=GROUP, rounding="nearest").job
     model = plain_model(folder, torch.float32)
@@ -213,7 +216,7 @@ def test_trials_count_what_error_feedback_leaves(one_block, tmp_path, monkeypatc
             given.append(hessian.clone())
             return search_scale(weights, hessian, *others)
 
-        monkeypatch.setattr(awq, "search_scale", noted)
+        monkeypatch.setattr(channel_scales, "search_scale", noted)
         converted(one_block, tmp_path / rounding, "awq", group_size=GROUP, n_grid=2, rounding=rounding)
     hessian, costs = seen["nearest"][0], seen["gptq"][0]  # the first layers have the same inputs in both
     assert torch.equal(costs, Feedback(hessian.clone()).costs)
@@ -224,7 +227,7 @@ def test_scales_before_error_feedback_are_searched_on_a_share(one_block):
     def searched(rounding, name="q_proj"):
         job = job_for(one_block, "awq", rounding=rounding).job
         block = SimpleNamespace(inputs=torch.zeros(96, 64, 128), linears={name: torch.nn.Linear(128, 8)})
-        return awq._searched_sequences(job, block)
+        return awq._search(job).sequences(block)
 
     assert searched("gptq") == 32  # a quarter are 24, and 16 go through a block together
     assert searched("nearest") is searched("gptq", "mlp.experts.0.up_proj") is None
@@ -241,7 +244,7 @@ def test_trials_clip_by_what_scaled_inputs_weigh(monkeypatch):
 
     plain = PlainRounding.round
     monkeypatch.setattr(PlainRounding, "round", noted)
-    search_scale([weight], hessian, PlainRounding(GROUP, clip=True), 4, FREE)
+    search_scale([weight], hessian, [PlainRounding(GROUP, clip=True).tried], 4, FREE)
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -222,7 +222,8 @@ def test_an_interrupted_tuning_goes_on_to_the_same_bytes(wide, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("options", "sequences", "said"),
     [
-        ({"refine": True}, 16, "refine starts from codes with error feedback. Add --rounding gptq"),
+        ({"refine": True}, 16, "refine needs codes with error feedback. Add --rounding gptq"),
+        ({"awq": True}, 16, "awq needs codes with error feedback. Add --rounding gptq"),
         ({"refine": True, "rounding": "gptq"}, 15, "needs 16 or more; only 15 were given"),
     ],
 )

@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+from quantkit.calibration.channel_scales import search_scale
 from quantkit.calibration.moments import LinearGroup
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.scale_refit import refit
-from quantkit.methods.awq import PlainRounding, search_scale
+from quantkit.methods.awq import PlainRounding
 from quantkit.methods.gptq import Options, Solver
 from quantkit.numerics import scale_refit as module
 from quantkit.numerics.grid import fit_grid, round_to_grid
@@ -171,5 +172,5 @@ def test_awq_scales_nothing_where_that_only_harms():
     rounding = PlainRounding(RUN)
     hessian = torch.diag(torch.rand(WIDTH, generator=torch.Generator().manual_seed(1)) * 10 + 0.1)
     assert torch.equal(rounding.round(weight, hessian.diagonal()).dense(), weight)
-    scale = search_scale([weight], hessian, rounding, 20, (1, 1))
+    scale = search_scale([weight], hessian, [rounding.tried], 20, (1, 1))
     assert torch.equal(scale, torch.ones(WIDTH))

@@ -52,6 +52,7 @@ class Options(Learned):
     rounding: Literal["nearest", "gptq"] = Field(
         "nearest", description="gptq: choose codes with error feedback; nearest: the same bytes as llama.cpp"
     )
+    awq: bool = Field(False, description="with rounding gptq: first scale input channels as the method awq does")
     target_size: str | int | None = Field(
         None, description="with bits auto: choose types for a file of this size, as 90MB"
     )
@@ -112,9 +113,10 @@ def check(job: Job[Options]) -> Checked[GgufFile]:
     for what, given in (("the option imatrix", options.imatrix), ("rounding gptq", feedback)):
         if given and bits in UNWEIGHTED:
             raise RecipeError(f"{what} has no effect on {bits}. Leave it out, or choose Q2_K .. Q6_K.")
+    for what, given in (("refine", options.refine), ("awq", options.awq)):
+        if given and not feedback:
+            raise RecipeError(f"{what} needs codes with error feedback. Add --rounding gptq, or leave {what} out.")
     if options.refine:
-        if not feedback:
-            raise RecipeError("refine starts from codes with error feedback. Add --rounding gptq, or leave refine out.")
         from quantkit.calibration.learned_rounding import refuse_few_sequences
 
         refuse_few_sequences(job)
@@ -150,6 +152,11 @@ def check(job: Job[Options]) -> Checked[GgufFile]:
         nbytes = (nbytes if target.nbytes is None else max(target.nbytes, 0)) + work_bytes(job, file.plan)
     if options.calibrated:
         nbytes += _work_bytes(job, file.plan)
+        if options.awq:
+            from quantkit.calibration.channel_scales import unscaled_notes
+            from quantkit.methods.gguf.error_feedback import usable_scalings
+
+            notes = (*notes, *unscaled_notes(job, usable_scalings(job, file.plan)))
         if any(tensor.is_of_heads for tensor in file.plan.tensors):
             notes = (*notes, "the heads' projections of latent values are rounded without calibration")
     notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file), *_outside_notes(job, file.plan))
@@ -319,6 +326,7 @@ def _calibrated(options: Options) -> bool:
 
 def _peak_memory(job: CheckedJob[Options, GgufFile], shapes: Shapes) -> PeakMemory:
     """Return the peak memory of calibration; all else is streamed."""
+    from quantkit.calibration.channel_scales import scaling_bytes
     from quantkit.calibration.scale_tuning import refining_bytes
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq
@@ -330,6 +338,8 @@ def _peak_memory(job: CheckedJob[Options, GgufFile], shapes: Shapes) -> PeakMemo
         return PeakMemory(1, work=2 * FLOAT32 * job.batch_tokens * shapes.widest, further=further)
     streams = gptq.streams(job, shapes, recorded(options)["gptaq_share"])
     work = max(gptq.feedback_bytes(shapes, job.device), refining_bytes(options, shapes))
+    if options.awq:
+        work = max(work + 4 * shapes.block_parameters, scaling_bytes(shapes))  # scaled weights stay
     return PeakMemory(streams, suspended=True, work=work, further=further)
 
 
@@ -344,6 +354,7 @@ METHOD = Method(
     default_format="gguf",
     check=check,
     write=write,
+    weights_comparable=lambda options: not options.awq,
     calibrated=_calibrated,
     needs_torch=_calibrated,
     peak_memory=_peak_memory,

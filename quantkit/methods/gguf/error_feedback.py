@@ -19,6 +19,7 @@ import torch
 
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block
+from quantkit.calibration.channel_scales import Rounded, ScaleSearch, block_values, scale_block
 from quantkit.calibration.learned_codes import Tunable
 from quantkit.calibration.learned_options import Learned
 from quantkit.calibration.learned_rounding import refine
@@ -37,18 +38,19 @@ from quantkit.formats.gguf.ggml.scale_refit import refit, refit_factors
 from quantkit.formats.gguf.imatrix import without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods.gptq import SLAB_ELEMENTS
+from quantkit.models.awq_mappings import Scaling, provable_scalings
 from quantkit.models.skeleton import load
-from quantkit.numerics.error_feedback import ColumnGrids, Feedback, round_columns, round_groups
+from quantkit.numerics.error_feedback import ColumnGrids, Feedback, FeedbackSettings, round_columns, round_groups
 from quantkit.numerics.matmul import rows_together
 from quantkit.numerics.quantized_weight import ScaledWeight
 from quantkit.numerics.second_moments import permuted
 
-# Shares of the Hessian's mean diagonal, and of each diagonal entry, that are added to it.
-DAMP_PERCENT, SHRINKAGE = 0.01, 0.5
-GPTAQ_SHARE = 0.25  # of the calibration sequences, which also go through the unquantized model
-AMPLE_TOKENS = 80  # use every second token if that leaves this many per column
+FEEDBACK = FeedbackSettings(damp_percent=0.01, shrinkage=0.5, gptaq_share=0.25, ample_tokens=80)
 TINY_SCALE = 1e-30  # replaces a scale of zero, whose codes have no effect
+SCALE_POINTS = 20  # exponents tried for AWQ's scales
 ROWS = 256  # rows multiplied with all points of a table at a time
+
+Weight = Callable[[str], torch.Tensor]  # returns a layer's weight by name, float32 (N, K)
 
 
 def quantize_blocks(job: CheckedJob[Any], run: Run, plan: Plan, spool: Spool) -> None:
@@ -61,12 +63,18 @@ def quantize_blocks(job: CheckedJob[Any], run: Run, plan: Plan, spool: Spool) ->
     restore = partial(_finished, tensors, spool)
     then = partial(_tune, job, run, tensors, spool) if options.tuned else None
     exact, ample = settings["gptaq_share"], int(settings["ample_tokens"])
+    scalings = usable_scalings(job, plan) if options.awq else []
     for block in walk(job, run, exact=exact, ample=ample, restore=restore, then=then):
+        scaled = _scaled(job, block, tensors, scalings[block.index], spool) if options.awq else {}
+
+        def weight(name: str, scaled: Mapping[str, torch.Tensor] = scaled) -> torch.Tensor:
+            return scaled[name] if name in scaled else load(job.source, job.skeleton, name).to(torch.float32)
+
         layers: dict[str, Bytes] = {}
-        quantize = partial(_quantize_group, job, block, tensors, layers)
+        quantize = partial(_quantize_group, job, block, tensors, layers, weight)
         block.for_each_group(quantize, keep_outputs=not options.learned)
         if options.learned:
-            _refine(job, block, tensors, layers)
+            _refine(job, block, tensors, layers, weight)
         for name, packed in layers.items():
             spool.add(name, torch.from_numpy(packed))
         spool.finish_block(block.index, run.findings.to_values())
@@ -74,11 +82,63 @@ def quantize_blocks(job: CheckedJob[Any], run: Run, plan: Plan, spool: Spool) ->
 
 def recorded(options: Learned) -> dict[str, float]:
     """Return this module's settings, as manifests record them."""
-    share, ample = (1.0, 0) if options.refine else (GPTAQ_SHARE, AMPLE_TOKENS)
-    return {"damp_percent": DAMP_PERCENT, "shrinkage": SHRINKAGE, "gptaq_share": share, "ample_tokens": ample}
+    share, ample = (1.0, 0) if options.refine else (FEEDBACK.gptaq_share, FEEDBACK.ample_tokens)
+    damping = {"damp_percent": FEEDBACK.damp_percent, "shrinkage": FEEDBACK.shrinkage}
+    return {**damping, "gptaq_share": share, "ample_tokens": ample}
 
 
-def _refine(job: CheckedJob[Any], block: Block, tensors: Mapping[str, PlannedTensor], layers: dict[str, Bytes]) -> None:
+def usable_scalings(job: Job, plan: Plan) -> list[list[Scaling]]:
+    """Return each block's valid scalings of channels whose tensors the file holds as they are, in search order."""
+    plain = {part for tensor in plan.tensors if not tensor.is_of_heads for part in tensor.parts}
+    found = []
+    for index, scalings in enumerate(provable_scalings(job.skeleton, job.source.config)):
+        prefix = job.skeleton.block_prefix(index)
+        names = [(one, (one.before, *one.layers, *one.follow)) for one in scalings]
+        found.append([one for one, parts in names if plain >= {f"{prefix}{part}.weight" for part in parts}])
+    return found
+
+
+def _scaled(
+    job: CheckedJob[Any], block: Block, tensors: Mapping[str, PlannedTensor], scalings: list[Scaling], spool: Spool
+) -> dict[str, torch.Tensor]:
+    """Scale input channels as AWQ does; return the changed weights of linear layers, float32, by name.
+
+    Other changed parameters, such as norms, are stored in `spool`.
+    """
+
+    def rounded(name: str) -> Rounded:
+        return partial(_tried, tensors[name])
+
+    values = block_values(job, block)
+    before = dict(values)
+    search = ScaleSearch(SCALE_POINTS, rounded, FEEDBACK)
+    scale_block(job, block, scalings, values, block.hessians(block.groups(), sequences=search.sequences(block)), search)
+    changed = {name: value for name, value in values.items() if value is not before[name]}
+    for name in [name for name in changed if name not in block.linears]:
+        value = changed.pop(name)
+        rows = value.reshape(len(value), -1).contiguous()  # those of a vector have one value
+        spool.add(name, torch.from_numpy(ggml.quantize(tensors[name].type, rows.cpu().numpy())))
+        block.replace(name, value)
+    return changed
+
+
+def _tried(tensor: PlannedTensor, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+    """Return a weight, float32 (n, K), after ggml's rounding to the tensor's type, weighted by importance (K,).
+
+    NaN if ggml would corrupt the weight.
+    """
+    order = slice(None) if tensor.columns is None else torch.from_numpy(tensor.columns)
+    rows, weights = weight[:, order].contiguous(), without_silent_runs(importance[order].cpu().numpy())
+    try:
+        packed = ggml.quantize(tensor.type, rows.cpu().numpy(), weights)
+    except ValueError:
+        return torch.full_like(weight, torch.nan)
+    return _values(tensor, packed).to(weight.device)
+
+
+def _refine(
+    job: CheckedJob[Any], block: Block, tensors: Mapping[str, PlannedTensor], layers: dict[str, Bytes], weight: Weight
+) -> None:
     """Learn the codes and factors of the block's K-quants, and replace them in `layers`; other types stay."""
     learnable = {
         name: KRows(tensors[name].type, packed, tensors[name].columns, block.device)
@@ -86,7 +146,7 @@ def _refine(job: CheckedJob[Any], block: Block, tensors: Mapping[str, PlannedTen
         if tensors[name].type in LEARNED
     }
     if learnable:
-        weights = {name: load(job.source, job.skeleton, name).to(block.device, torch.float32) for name in learnable}
+        weights = {name: weight(name).to(block.device) for name in learnable}
         refined = refine(block, learnable, weights, job.options.refine_steps, job.recipe.seed)
         layers |= {name: rows.packed for name, rows in refined.items()}
 
@@ -110,7 +170,12 @@ def _tune(
 
 
 def _quantize_group(
-    job: Job, block: Block, tensors: Mapping[str, PlannedTensor], layers: dict[str, Bytes], group: LinearGroup
+    job: Job,
+    block: Block,
+    tensors: Mapping[str, PlannedTensor],
+    layers: dict[str, Bytes],
+    weight: Weight,
+    group: LinearGroup,
 ) -> None:
     """Quantize linear layers with a common input; update the block's weights and add the packed rows to `layers`."""
     known = [name for name in group.names if name in tensors]  # others are rounded with the file
@@ -119,10 +184,10 @@ def _quantize_group(
     columns = tensors[known[0]].columns
     moments = _moments(group, None if columns is None else torch.from_numpy(columns))
     for name in known:
-        weight, kind = load(job.source, job.skeleton, name).to(torch.float32), tensors[name].type
-        weight = weight if columns is None else weight[:, torch.from_numpy(columns)].contiguous()
+        value, kind = weight(name), tensors[name].type
+        value = value if columns is None else value[:, torch.from_numpy(columns)].contiguous()
         try:
-            layers[name] = quantize_layer(kind, weight, moments)
+            layers[name] = quantize_layer(kind, value, moments)
         except ValueError as error:
             raise SourceError(
                 f"{job.source.model}: the tensor {name} cannot be stored as {kind}: {error}. Choose other bits, "
@@ -137,11 +202,13 @@ def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
     if columns is not None:
         hessian = permuted(hessian, columns)
         cross, paired = (moment if moment is None else permuted(moment, columns) for moment in (cross, paired))
-    return Feedback(hessian, cross, paired, shrinkage=SHRINKAGE, damp_percent=DAMP_PERCENT)
+    return Feedback(hessian, cross, paired, shrinkage=FEEDBACK.shrinkage, damp_percent=FEEDBACK.damp_percent)
 
 
 def _values(tensor: PlannedTensor, packed: Bytes) -> torch.Tensor:
-    """Dequantize a packed layer, with columns in the source's order."""
+    """Dequantize packed rows, with columns in the source's order; those of a vector have one value."""
+    if len(tensor.shape) == 1:
+        return torch.from_numpy(ggml.dequantize(tensor.type, packed, 1)).reshape(-1)
     values = ggml.dequantize(tensor.type, packed, tensor.shape[-1])
     return torch.from_numpy(values if tensor.columns is None else values[:, np.argsort(tensor.columns)])
 
