@@ -188,7 +188,14 @@ def test_columns_in_another_order(tmp_path):
         convert(str(folder), "rtn", "4", tmp_path / "out", format="gguf")
 
 
-SCALED = {"gemma3_text": {"query_pre_attn_scalar": 16}, "phi3": {}, "qwen3_moe": {}, "qwen2": {}, "qwen3_next": {}, "deepseek_v3": {}}
+SCALED = {
+    "gemma3_text": {"query_pre_attn_scalar": 16},
+    "phi3": {},
+    "qwen3_moe": {},
+    "qwen2": {},
+    "qwen3_next": {},
+    "deepseek_v3": {},
+}
 
 
 def any_scale(weights, _costs, _rounded, _points, heads, _shards):

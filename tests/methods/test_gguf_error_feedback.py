@@ -1,11 +1,13 @@
 """Types of GGUF with error feedback, against the paper's update in float64, and in whole conversions."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from engine_logits import logits_by
 from gguf_files import file_in, layer_and_hessian, slow_but, tensors_of
-from tiny_models import CALIBRATION
+from tiny_models import CALIBRATION, changed_copy
 
 from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.conversion.convert import convert
@@ -168,8 +170,46 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(wide, artifact_of, 
     assert sha256_of(file_in(quiet.folder)) == sha256_of(file_in(again.folder))
 
 
-REFINED = {"rounding": "gptq", "refine": True, "refine_steps": 16, "tune_steps": 4}
 MANY = CALIBRATION | {"sequences": 16, "length": 128}
+
+
+def test_channel_scales_undo_gains_between_layers(wide, tmp_path):
+    """Columns of weights get gains, and the norms before them the inverse, which does not change the model."""
+
+    def spread(tensors):
+        generator = torch.Generator().manual_seed(0)
+        for i in range(2):
+            gain = torch.exp(torch.randn(256, generator=generator)).to(torch.bfloat16)
+            layer = f"model.layers.{i}."
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+                tensors[f"{layer}{name}.weight"] *= gain
+            tensors[f"{layer}input_layernorm.weight"] /= gain
+
+    folder = changed_copy(wide, tmp_path / "model", spread)
+    tokens = np.arange(60)[None] % 200 + 5
+    want = logits_by("reference", str(folder), tokens).log_softmax(-1)
+    far = {}
+    for awq in (False, True):
+        made = convert(str(folder), "gguf", "Q2_K", tmp_path / str(awq), calibration=MANY, rounding="gptq", awq=awq)
+        far[awq] = float((logits_by("reference", made, tokens).log_softmax(-1) - want).square().mean())
+    assert far[True] < 0.8 * far[False], far
+
+
+def test_trials_round_to_the_tensors_own_type():
+    weight, hessian = layer_and_hessian()
+    importance, order = hessian.diagonal().clone(), np.roll(np.arange(512), 7)
+    for columns in (None, order):
+        tensor = SimpleNamespace(type="Q3_K", shape=tuple(weight.shape), columns=columns)
+        tried = feedback._tried(tensor, weight, importance)
+        place = slice(None) if columns is None else torch.from_numpy(columns)
+        rows, weights = weight[:, place].contiguous().numpy(), importance[place].contiguous().numpy()
+        assert np.array_equal(
+            tried[:, place].numpy(), ggml.dequantize("Q3_K", ggml.quantize("Q3_K", rows, weights), 512)
+        )
+    assert feedback._tried(tensor, weight * 1e9, importance).isnan().all()
+
+
+REFINED = {"rounding": "gptq", "refine": True, "refine_steps": 16, "tune_steps": 4}
 
 
 def test_refined_codes_and_factors_come_nearer_to_the_source(wide, tmp_path, monkeypatch):
@@ -206,7 +246,7 @@ def test_refined_codes_and_factors_come_nearer_to_the_source(wide, tmp_path, mon
 
 def test_an_interrupted_tuning_goes_on_to_the_same_bytes(wide, tmp_path, monkeypatch):
     def converted(name):
-        return convert(str(wide), "gguf", "Q2_K", tmp_path / name, calibration=MANY, **REFINED)
+        return convert(str(wide), "gguf", "Q2_K", tmp_path / name, calibration=MANY, awq=True, **REFINED)
 
     def stop(*_arguments):
         raise KeyboardInterrupt
