@@ -110,6 +110,7 @@ BLOCKS: list[tuple[str, dict[str, object]]] = [
     *((bits, {"imatrix": True}) for bits in ("IQ1_S", "IQ2_XXS", "IQ2_S", "IQ3_S", "Q2_K", "Q4_K_M", "Q6_K")),
     *((bits, {"rounding": "gptq"}) for bits in ("IQ2_XS", "IQ3_XXS", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")),
     *((bits, {"rounding": "gptq", "refine": True}) for bits in ("IQ3_XXS", "Q2_K")),
+    *((bits, {"rounding": "gptq", "awq": True}) for bits in ("IQ3_XXS", "Q3_K_M")),
     ("auto", {"imatrix": True, "target_bpw": 5.0}),
     ("Q4_K_M", {"token_embedding_type": "Q8_0", "output_tensor_type": "Q8_0"}),
     ("Q4_K_M", {"split_max_size": "0.4MB"}),

@@ -25,6 +25,7 @@ CASES = [
     ("one_block", "int8", "8", {"rounding": "nearest"}),
     ("wide", "gguf", "Q4_K_M", {"imatrix": True}),
     ("wide", "gguf", "Q3_K_M", {"rounding": "gptq"}),
+    ("wide", "gguf", "Q3_K_M", {"rounding": "gptq", "awq": True}),
     ("mixtral", "gptq", "4", {"group_size": 16}),
     ("mixtral", "awq", "4", {"group_size": 16, "n_grid": 4}),
     ("gemma4", "gptq", "4", {"group_size": 16}),  # blocks share keys and values

@@ -78,6 +78,7 @@ def measure(warm, model, out, method, calibration, options):
         ("fp8", DEEP, {}),
         ("ctranslate2", SMALL, {}),
         ("gguf", WIDE, {"rounding": "gptq"}),
+        ("gguf", WIDE, {"rounding": "gptq", "awq": True}),
         pytest.param("gptq", BESIDE, {}, marks=pytest.mark.slow),
     ],
 )
