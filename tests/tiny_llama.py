@@ -9,6 +9,7 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from trials import Trial, trial_of
 
+from quantkit.calibration.channel_scales import over_heads
 from quantkit.calibration.tokens import tokens_of
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
@@ -106,6 +107,13 @@ def job_for(folder, method, out=Path(), length=LENGTH, bits=None, **options):
 
 def converted(folder, out, method, bits="4", length=LENGTH, **options):
     return convert(str(folder), method, bits, out, calibration=calibration(length), **options)
+
+
+def any_scale(weights, _hessian, _rounded, _points, heads, _shards):
+    """Replaces `search_scale`: scales between 1/3 and 3 that mean nothing, equal where heads share a value head."""
+    columns = weights[0].shape[1]
+    scale = torch.exp(torch.rand(columns, generator=torch.Generator().manual_seed(columns)) * 2.2 - 1.1)
+    return over_heads(scale, heads)
 
 
 def plain_model(folder, dtype=torch.bfloat16):

@@ -90,6 +90,11 @@ def repeat_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tenso
     return values.reshape(kv_heads, 1, -1).expand(kv_heads, heads // kv_heads, -1).reshape(-1)
 
 
+def over_heads(values: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
+    """Average (K,) values over query heads that share a value head, and repeat the means for these heads."""
+    return repeat_heads(share_heads(values, *heads), *heads)
+
+
 def search_scale(
     weights: list[torch.Tensor],
     hessian: torch.Tensor,
@@ -105,10 +110,9 @@ def search_scale(
     heads that share a value head; (1, 1) leaves all channels free. Ranks share the trials.
     """
     diagonal = hessian if hessian.ndim == 1 else torch.diagonal(hessian)
-    rms = diagonal.clamp(min=0).sqrt()
-    rms = repeat_heads(share_heads(rms, *heads), *heads)
+    rms = over_heads(diagonal.clamp(min=0).sqrt(), heads)
     rms = rms.clamp(min=float(rms.max()) * 1e-4 + 1e-12)
-    size = repeat_heads(share_heads(torch.cat(weights).abs().mean(0), *heads), *heads)
+    size = over_heads(torch.cat(weights).abs().mean(0), heads)
     size = size.clamp(min=float(size.max()) * 1e-4 + 1e-12)
     near = hessian if hessian.ndim == 1 else quick(hessian)
     every = -(-sum(map(len, weights)) // SAMPLED_ROWS)

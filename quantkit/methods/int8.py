@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
-from quantkit.calibration.channel_scales import repeat_heads, share_heads
+from quantkit.calibration.channel_scales import block_values, over_heads
 from quantkit.calibration.kv_scales import WithKvScales, add_kv_scales
 from quantkit.calibration.walk import finished_block, walk
 from quantkit.contracts.format import Content, Layout
@@ -26,7 +26,6 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods.gptq import quantize_each
 from quantkit.models.awq_mappings import Scaling, fold, heads_of, provable_scalings, unscaled
-from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.grid import cast_finite
 from quantkit.numerics.quantized_weight import INT8_TOP, InputRounding, ScaledWeight
@@ -84,7 +83,7 @@ def smoothing(
     if sample.largest is None:
         return torch.ones(columns, device=weights[0].device)
     x = torch.cat(sample.parts)
-    sizes = [share(size, heads) for size in (sample.largest, torch.cat(weights).abs().amax(0))]
+    sizes = [over_heads(size, heads) for size in (sample.largest, torch.cat(weights).abs().amax(0))]
     size, weight_size = (value.clamp(min=float(value.max()) * LEAST_SHARE + 1e-30) for value in sizes)
     every = -(-sum(map(len, weights)) // SAMPLED_ROWS)
     joined = torch.cat([weight[::every] for weight in weights])
@@ -115,11 +114,6 @@ def storable(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, sca
     stored = (factor / scale - scaling.offset).to(torch.bfloat16).to(torch.float32) + scaling.offset
     exact = factor / stored
     return torch.where(torch.isfinite(exact) & (exact > 0), exact, scale)
-
-
-def share(values: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
-    """Average (K,) values over query heads that share a value head, and repeat the means for these heads."""
-    return repeat_heads(share_heads(values, *heads), *heads)
 
 
 def rounding_noise(x: torch.Tensor) -> float:
@@ -192,11 +186,7 @@ def _write(job: CheckedJob[Options, Layout], run: Run) -> None:
     scalings = provable_scalings(job.skeleton, job.source.config) if job.options.smooth else []
     with job.open_writer(run, job.checked.plan) as writer:
         for block in walk(job, run, restore=partial(finished_block, writer)):
-            values = {
-                block.prefix + name: load(job.source, job.skeleton, block.prefix + name).to(block.device, torch.float32)
-                for name, _ in block.module.named_parameters()
-            }
-            groups = block.groups()
+            values, groups = block_values(job, block), block.groups()
             sequences, length, _ = block.inputs.shape
             stride = max(1, sequences * length // SAMPLED_TOKENS)
             samples = {names[0]: InputSample(stride) for names in groups}

@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from test_gguf_architectures import DOTS, INDEX, KIMI, SPARSE, WINDOWED
 from tiny_architectures import FULL
 from tiny_architectures import SLIDING as SLIDE
-from tiny_llama import calibration
+from tiny_llama import any_scale, calibration
 from tiny_models import CALIBRATION, changed_copy
 
 from quantkit.calibration import channel_scales
-from quantkit.calibration.channel_scales import repeat_heads, share_heads
 from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.source import open_source
@@ -196,12 +195,6 @@ SCALED = {
     "qwen3_next": {},
     "deepseek_v3": {},
 }
-
-
-def any_scale(weights, _costs, _rounded, _points, heads, _shards):
-    """Scales between 1/3 and 3 that mean nothing, equal for query heads that share a value head."""
-    drawn = torch.rand(weights[0].shape[1], generator=torch.Generator().manual_seed(0))
-    return repeat_heads(share_heads(torch.exp(drawn * 2.2 - 1.1), *heads), *heads)
 
 
 @pytest.mark.parametrize("name", SCALED)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_llama import HEADS, KV_HEADS, LINEARS, calibration_ids, converted, hessian_of, job_for, plain_model
+from tiny_llama import HEADS, KV_HEADS, LINEARS, any_scale, calibration_ids, converted, hessian_of, job_for, plain_model
 from transformers.models.llama.modeling_llama import repeat_kv
 from trials import read_back
 
@@ -174,13 +174,6 @@ def scaled_blocks(job, model):
                 model.get_parameter(name).copy_(value)
         claimed |= hessians
     return claimed
-
-
-def any_scale(weights, _hessian, _rounded, _points, heads, _shards):
-    """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
-    columns = weights[0].shape[1]
-    scale = torch.exp(torch.rand(columns, generator=torch.Generator().manual_seed(columns)) * 2.2 - 1.1)
-    return repeat_heads(share_heads(scale, *heads), *heads)
 
 
 @pytest.mark.parametrize(("changes", "search"), [

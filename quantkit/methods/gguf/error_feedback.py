@@ -19,7 +19,7 @@ import torch
 
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block
-from quantkit.calibration.channel_scales import Rounded, ScaleSearch, block_values, scale_block
+from quantkit.calibration.channel_scales import ScaleSearch, block_values, scale_block
 from quantkit.calibration.learned_codes import Tunable
 from quantkit.calibration.learned_options import Learned
 from quantkit.calibration.learned_rounding import refine
@@ -66,10 +66,7 @@ def quantize_blocks(job: CheckedJob[Any], run: Run, plan: Plan, spool: Spool) ->
     scalings = usable_scalings(job, plan) if options.awq else []
     for block in walk(job, run, exact=exact, ample=ample, restore=restore, then=then):
         scaled = _scaled(job, block, tensors, scalings[block.index], spool) if options.awq else {}
-
-        def weight(name: str, scaled: Mapping[str, torch.Tensor] = scaled) -> torch.Tensor:
-            return scaled[name] if name in scaled else load(job.source, job.skeleton, name).to(torch.float32)
-
+        weight = partial(_weight, job, scaled)
         layers: dict[str, Bytes] = {}
         quantize = partial(_quantize_group, job, block, tensors, layers, weight)
         block.for_each_group(quantize, keep_outputs=not options.learned)
@@ -105,21 +102,22 @@ def _scaled(
 
     Other changed parameters, such as norms, are stored in `spool`.
     """
-
-    def rounded(name: str) -> Rounded:
-        return partial(_tried, tensors[name])
-
     values = block_values(job, block)
     before = dict(values)
-    search = ScaleSearch(SCALE_POINTS, rounded, FEEDBACK)
+    search = ScaleSearch(SCALE_POINTS, lambda name: partial(_tried, tensors[name]), FEEDBACK)
     scale_block(job, block, scalings, values, block.hessians(block.groups(), sequences=search.sequences(block)), search)
     changed = {name: value for name, value in values.items() if value is not before[name]}
     for name in [name for name in changed if name not in block.linears]:
         value = changed.pop(name)
-        rows = value.reshape(len(value), -1).contiguous()  # those of a vector have one value
+        rows = value.reshape(len(value), -1).contiguous()  # a vector becomes rows of one value
         spool.add(name, torch.from_numpy(ggml.quantize(tensors[name].type, rows.cpu().numpy())))
         block.replace(name, value)
     return changed
+
+
+def _weight(job: Job, scaled: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return the layer's weight from `scaled`, or else from the source, float32 (N, K)."""
+    return scaled[name] if name in scaled else load(job.source, job.skeleton, name).to(torch.float32)
 
 
 def _tried(tensor: PlannedTensor, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
@@ -206,7 +204,7 @@ def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
 
 
 def _values(tensor: PlannedTensor, packed: Bytes) -> torch.Tensor:
-    """Dequantize packed rows, with columns in the source's order; those of a vector have one value."""
+    """Dequantize packed rows, with columns in the source's order; a vector is packed as rows of one value."""
     if len(tensor.shape) == 1:
         return torch.from_numpy(ggml.dequantize(tensor.type, packed, 1)).reshape(-1)
     values = ggml.dequantize(tensor.type, packed, tensor.shape[-1])
